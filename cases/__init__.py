@@ -1,0 +1,1 @@
+"""What is tried: frozen descriptions of attention batches. Imports nothing else of this project."""

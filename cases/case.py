@@ -1,0 +1,243 @@
+"""A Case: one frozen, hashable description of an attention batch, with an id that can be typed back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from functools import cached_property
+
+from attnmatrix.cases.options import DRAFT_KINDS, DTYPES, KV_DTYPES, Tree, format_trees
+
+
+class AttentionKind(str, Enum):
+    """The semantics a backend implements; one table of the matrix each."""
+
+    SOFTMAX = "softmax"
+    LIGHTNING = "lightning"
+
+
+class ForwardMode(str, Enum):
+    """What a batch asks of the backend, in serving-engine terms."""
+
+    EXTEND = "extend"
+    DECODE = "decode"
+    MIXED = "mixed"
+    IDLE = "idle"
+    TARGET_VERIFY = "target_verify"
+    DRAFT_EXTEND = "draft_extend"
+    DRAFT_EXTEND_V2 = "draft_extend_v2"
+
+    @property
+    def seq_lens_is_prefix(self) -> bool:
+        """Whether ``Batch.seq_lens`` counts the cached prefix only (else prefix plus new tokens)."""
+        return self in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
+
+
+class Placement(str, Enum):
+    """How logical pages are laid over the physical pool."""
+
+    CONTIGUOUS = "contiguous"
+    SHUFFLED = "shuffled"
+    INTERLEAVED = "interleaved"
+    SCATTERED = "scattered"
+    SHARED = "shared"
+
+
+class Scratch(str, Enum):
+    """Where the pool keeps the page that padded tokens write to."""
+
+    LAST = "last"
+    FIRST = "first"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, key/value heads and head dim; ``q`` is a multiple of ``kv``."""
+
+    q: int
+    kv: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"h{self.q}x{self.kv}x{self.dim}"
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head (the GQA ratio)."""
+        return self.q // self.kv
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch to try.
+
+    ``prefix_lens[i]`` tokens of request i are cached already and ``new_lens[i]`` are computed now; the new ones
+    are the last positions. ``window`` counts visible keys, the query's own included; ``None`` is unlimited.
+    ``trees`` holds one parent tuple per request (or one for all) for target_verify; empty means a chain.
+    ``gain`` multiplies the queries, ``state_scale`` the random initial recurrent state.
+    Raises ValueError for a description that no engine could produce.
+    """
+
+    forward: ForwardMode
+    page_size: int
+    prefix_lens: tuple[int, ...]
+    new_lens: tuple[int, ...]
+    heads: Heads
+    dtype: str = "bf16"
+    placement: Placement = Placement.SHUFFLED
+    kind: AttentionKind = AttentionKind.SOFTMAX
+    scratch: Scratch = Scratch.LAST
+    window: int | None = None
+    window_layers: str = "all"
+    soft_cap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    trees: tuple[Tree, ...] = ()
+    draft_kind: str | None = None
+    kv_dtype: str | None = None
+    gain: float = 1.0
+    state_scale: float = 0.05
+    strided: bool = False
+    seed: int = 0
+    name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise ValueError(f"case {self.id}: {problem}")
+
+    def _problem(self) -> str | None:
+        prefix, new, heads = self.prefix_lens, self.new_lens, self.heads
+        if len(prefix) != len(new):
+            return f"{len(prefix)} prefix lengths but {len(new)} new lengths"
+        if min((*prefix, *new), default=0) < 0:
+            return "lengths must be >= 0"
+        if self.page_size < 1:
+            return "page size must be >= 1"
+        if min(heads.q, heads.kv, heads.dim) < 1 or heads.q % heads.kv:
+            return f"query heads must be a positive multiple of key/value heads, got {heads}"
+        if self.dtype not in DTYPES:
+            return f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}"
+        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
+            return f"unknown KV dtype {self.kv_dtype!r}; known: {', '.join(KV_DTYPES)}"
+        if self.draft_kind is not None and self.draft_kind not in DRAFT_KINDS:
+            return f"unknown draft kind {self.draft_kind!r}; known: {', '.join(DRAFT_KINDS)}"
+        if self.window is not None and self.window < 1:
+            return "a window holds at least the query's own key"
+        if self.window_layers not in ("all", "first"):
+            return f"window_layers is 'all' or 'first', got {self.window_layers!r}"
+        if self.forward is ForwardMode.IDLE and new:
+            return "an idle batch has no requests"
+        if self.forward is ForwardMode.DECODE and set(new) - {1}:
+            return "decode computes exactly one new token per request"
+        if self.trees:
+            if self.forward is not ForwardMode.TARGET_VERIFY:
+                return "trees belong to target_verify"
+            if len(self.trees) not in (1, len(new)):
+                return f"{len(self.trees)} trees for {len(new)} requests"
+            for request, length in enumerate(new):
+                tree = self.tree(request)
+                if len(tree) != length:
+                    return f"tree of {len(tree)} nodes for {length} draft tokens of request {request}"
+                if any(not -1 <= parent < node for node, parent in enumerate(tree)):
+                    return "a tree node's parent must come before it (-1 for a root)"
+        return None
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Total length of each request after this batch."""
+        return tuple(p + n for p, n in zip(self.prefix_lens, self.new_lens, strict=True))
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.new_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of the whole batch."""
+        return sum(self.new_lens)
+
+    def tree(self, request: int) -> Tree:
+        """Parent of each new token of ``request`` (index within the request, -1 for the last prefix token)."""
+        if not self.trees:
+            return tuple(range(-1, self.new_lens[request] - 1))
+        return self.trees[0] if len(self.trees) == 1 else self.trees[request]
+
+    def depths(self, request: int) -> tuple[int, ...]:
+        """Steps below the prefix of each new token of ``request``; position = prefix + depth."""
+        depths: list[int] = []
+        for parent in self.tree(request):
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    def layer_window(self, layer: int) -> int | None:
+        """The window of one layer; ``window_layers='first'`` leaves all but layer 0 unlimited."""
+        return self.window if layer == 0 or self.window_layers == "all" else None
+
+    @cached_property
+    def id(self) -> str:
+        """Readable id built from the fields; :func:`attnmatrix.cases.ids.parse_case` is its inverse."""
+        parts = [] if self.kind is AttentionKind.SOFTMAX else [self.kind.value]
+        parts += [
+            self.forward.value,
+            f"p{self.page_size}",
+            "prefix" + _format_lens(self.prefix_lens),
+            "new" + _format_lens(self.new_lens),
+            str(self.heads),
+            self.dtype,
+            self.placement.value,
+        ]
+        if self.scratch is not Scratch.LAST:
+            parts.append("scratch" + self.scratch.value)
+        if self.window is not None:
+            parts.append(f"w{self.window}")
+        if self.window_layers != "all":
+            parts.append(f"w{self.window_layers}")
+        if self.soft_cap is not None:
+            parts.append(f"cap{self.soft_cap:g}")
+        parts += [flag for flag in ("sinks", "alibi", "strided") if getattr(self, flag)]
+        if self.trees:
+            parts.append("tree" + format_trees(self.trees))
+        if self.draft_kind is not None:
+            parts.append(self.draft_kind)
+        if self.kv_dtype is not None:
+            parts.append(f"kv{self.kv_dtype}")
+        if self.gain != 1.0:
+            parts.append(f"gain{self.gain:g}")
+        if self.state_scale != 0.05:
+            parts.append(f"state{self.state_scale:g}")
+        if self.seed:
+            parts.append(f"s{self.seed}")
+        return "-".join(parts)
+
+    @cached_property
+    def content_hash(self) -> str:
+        """Hash of the fields that differ from their defaults; the name does not count."""
+        content = {f.name: getattr(self, f.name) for f in fields(self) if f.compare and getattr(self, f.name) != f.default}
+        content["heads"] = str(self.heads)
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of every random number drawn for this case, from its content."""
+        return int(self.content_hash, 16) % 2**63
+
+    def but(self, **changes: object) -> Case:
+        """A copy with some fields changed; the name is dropped unless given."""
+        return replace(self, **{"name": "", **changes})  # type: ignore[arg-type]
+
+
+def _format_lens(lens: tuple[int, ...]) -> str:
+    """``(0, 8, 8, 8, 8)`` becomes ``0.8x4``: runs of four and more are counted."""
+    out: list[str] = []
+    index = 0
+    while index < len(lens):
+        run = 1
+        while index + run < len(lens) and lens[index + run] == lens[index]:
+            run += 1
+        out += [f"{lens[index]}x{run}"] if run >= 4 else [str(lens[index])] * run
+        index += run
+    return ".".join(out)

@@ -1,0 +1,84 @@
+"""Typing a case id back: the inverse of ``Case.id``."""
+
+from __future__ import annotations
+
+import re
+
+from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads, Placement, Scratch
+from attnmatrix.cases.options import DRAFT_KINDS, DTYPES, parse_trees
+
+
+def _parse_lens(text: str) -> tuple[int, ...]:
+    lens: list[int] = []
+    for part in text.split(".") if text else []:
+        value, _, count = part.partition("x")
+        lens += [int(value)] * int(count or 1)
+    return tuple(lens)
+
+
+_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+_OPTIONS: tuple[tuple[str, str], ...] = (
+    (r"p(\d+)", "page_size"),
+    (r"prefix([\dx.]*)", "prefix_lens"),
+    (r"new([\dx.]*)", "new_lens"),
+    (r"h(\d+x\d+x\d+)", "heads"),
+    (r"scratch(first|none)", "scratch"),
+    (r"w(\d+)", "window"),
+    (r"w(first)", "window_layers"),
+    (rf"cap({_NUMBER})", "soft_cap"),
+    (r"tree([r\d._]+)", "trees"),
+    (rf"gain({_NUMBER})", "gain"),
+    (rf"state({_NUMBER})", "state_scale"),
+    (r"kv(\w+)", "kv_dtype"),
+    (r"s(\d+)", "seed"),
+)
+
+
+def _parse_value(name: str, text: str) -> object:
+    if name in ("page_size", "window", "seed"):
+        return int(text)
+    if name in ("prefix_lens", "new_lens"):
+        return _parse_lens(text)
+    if name in ("soft_cap", "gain", "state_scale"):
+        return float(text)
+    if name == "heads":
+        return Heads(*(int(n) for n in text.split("x")))
+    if name == "trees":
+        return parse_trees(text)
+    return Scratch(text) if name == "scratch" else text
+
+
+def _parse_word(word: str) -> tuple[str, object] | None:
+    for name, enum in (("kind", AttentionKind), ("forward", ForwardMode), ("placement", Placement)):
+        if word in [member.value for member in enum]:
+            return name, enum(word)
+    if word in DTYPES:
+        return "dtype", word
+    if word in DRAFT_KINDS:
+        return "draft_kind", word
+    if word in ("sinks", "alibi", "strided"):
+        return word, True
+    for pattern, name in _OPTIONS:
+        match = re.fullmatch(pattern, word)
+        if match:
+            return name, _parse_value(name, match.group(1))
+    return None
+
+
+def parse_case(text: str) -> Case:
+    """Inverse of ``Case.id``. Raises ValueError naming the part that is not understood or missing."""
+    values: dict[str, object] = {}
+    for word in re.split(r"(?<!\de)-", text):
+        try:
+            parsed = _parse_word(word)
+        except ValueError:
+            parsed = None
+        if parsed is None:
+            raise ValueError(f"unknown case id {text!r}: part {word!r} is not understood")
+        if parsed[0] in values:
+            raise ValueError(f"unknown case id {text!r}: {parsed[0]} is given twice")
+        values[parsed[0]] = parsed[1]
+    missing = [n for n in ("forward", "page_size", "prefix_lens", "new_lens", "heads", "dtype", "placement") if n not in values]
+    if missing:
+        raise ValueError(f"unknown case id {text!r}: {', '.join(missing)} missing")
+    return Case(**values)  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+"""The batches that a runner mode drives for one case: the case itself and others derived from it, in one pool."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from attnmatrix.cases.case import Case, ForwardMode
+from attnmatrix.cases.modes import RunnerMode
+
+LONG = 256  # prefixes above this are shortened in derived batches
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch; graph modes pad it to ``padded`` requests (cg_decode, verify_cg) or tokens (pcg, bcg extend).
+
+    ``fill`` says what padded rows carry: ``production`` (length 1, request row 0) or ``stale`` (what the buffers held).
+    """
+
+    case: Case
+    padded: int
+    fill: str = "production"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``captures``: the sizes captured, in requests or tokens; ``steps``: the batches run, in order."""
+
+    captures: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def batches(self) -> tuple[Case, ...]:
+        return tuple(step.case for step in self.steps)
+
+
+def schedule(case: Case, mode: RunnerMode) -> Schedule:
+    """The batches of one cell. Deterministic in the case's content.
+
+    Eager modes: the case and a sibling, to be prepared together before either runs. Graph modes: two captured sizes and
+    six replays interleaved between them, three each; they shrink, then grow; half of them carry stale padding.
+    """
+    if not mode.uses_graph:
+        return Schedule((), (Step(case, case.batch_size), Step(vary(case, max(1, case.batch_size), 1), 0)))
+    size = case.batch_size
+    small, large = size + 1, 2 * size + 2
+    sizes = ((size, 0), (large - 1, 1), (max(1, size - 1), 2), (small + 1, 3), (small, 4), (large, 5))
+    batches = [case if salt == 0 else vary(case, count, salt) for count, salt in sizes]
+    if mode in (RunnerMode.PCG_EXTEND, RunnerMode.BCG_EXTEND):
+        odd, even = [b.num_tokens for b in batches[1::2]], [b.num_tokens for b in batches[0::2]]
+        small, large = max(even) + 3, max(max(odd), max(even) + 3) + 5
+    captures = (small, large)
+    return Schedule(
+        captures,
+        tuple(
+            Step(batch, captures[index % 2], "stale" if index in (2, 3, 4) else "production") for index, batch in enumerate(batches)
+        ),
+    )
+
+
+def vary(case: Case, size: int, salt: int) -> Case:
+    """A batch like ``case`` with ``size`` requests, other lengths and other data; options stay.
+
+    Request i resembles request ``i % batch_size``. A request without prefix stays without, so that both paths are met
+    again; the first long prefix of a batch is shortened to keep derived batches cheap.
+    """
+    if case.batch_size == 0:
+        return case.but(seed=case.seed + salt)
+    rng = random.Random(case.data_seed + salt)
+    order = [index % case.batch_size for index in range(size)]
+    rng.shuffle(order)
+    prefixes, news = [], []
+    for source in order:
+        prefix, new = case.prefix_lens[source], case.new_lens[source]
+        if prefix:
+            base = prefix if prefix <= LONG else rng.randrange(LONG // 2, LONG)
+            prefix = max(1, base + rng.choice((-3, -2, -1, 1, 2, 3, case.page_size if case.page_size <= 64 else 5)))
+        if new and _free_length(case):
+            new = max(1, new + rng.choice((-2, -1, 0, 1, 2, 3)))
+        prefixes.append(prefix)
+        news.append(new)
+    trees = tuple(case.tree(source) for source in order) if len(case.trees) > 1 else case.trees
+    return case.but(prefix_lens=tuple(prefixes), new_lens=tuple(news), trees=trees, seed=case.seed + salt)
+
+
+def _free_length(case: Case) -> bool:
+    """Whether new lengths may vary: verify captures a fixed number of drafts per request, decode has one token."""
+    return case.forward in (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DRAFT_EXTEND)

@@ -1,0 +1,1 @@
+"""How a case is driven and judged. Imports cases and references."""

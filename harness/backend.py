@@ -1,0 +1,72 @@
+"""The backend contract: five methods."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnmatrix.harness.batch import Batch
+    from attnmatrix.harness.context import Context
+
+
+class AttentionBackend(ABC):
+    """One attention backend over the pools of ``context``.
+
+    New keys and values (or state updates) are written first, then read: a step's queries see the step's keys.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    @abstractmethod
+    def prepare_metadata(self, batch: Batch) -> None:
+        """Turn the batch into what the kernels need, for all layers; sets ``batch.attn_metadata``.
+
+        Several batches may be prepared before the first of them runs.
+        """
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
+        """Write ``k``, ``v`` ``[T, Hkv, D]`` at ``batch.out_loc`` and return attention of ``q`` ``[T, Hq, D]``: ``[T, Hq, D]``.
+
+        Inputs may be strided views and stay unchanged.
+        """
+
+    def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
+        """Allocate the static buffers for graphs of these padded batch sizes."""
+        raise NotImplementedError(f"{type(self).__name__} captures no graphs")
+
+    def prepare_for_capture(self, batch: Batch) -> None:
+        """Set ``batch.attn_metadata`` to static buffers of ``batch.padded_reqs`` rows; called before capture."""
+        raise NotImplementedError(f"{type(self).__name__} captures no graphs")
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        """Copy what ``prepare_metadata`` built for ``batch`` into the buffers captured for its padded size."""
+        raise NotImplementedError(f"{type(self).__name__} captures no graphs")
+
+    def forward_with_lse(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Like :meth:`forward`, with the log-sum-exp ``[T, Hq]`` in the declared base; optional."""
+        raise NotImplementedError(f"{type(self).__name__} returns no LSE")
+
+    def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
+        """What was prepared, for checks that outputs cannot make; optional."""
+        return None
+
+
+@dataclass(frozen=True)
+class PreparedMetadata:
+    """Prepared metadata in common terms; a field that the backend does not have stays None."""
+
+    cu_seqlens_q: Tensor | None = None  # [R + 1]
+    cu_seqlens_k: Tensor | None = None  # [R + 1]
+    cache_seqlens: Tensor | None = None  # [R]
+    page_table: Tensor | None = None  # [R, pages]
+    kv_indptr: Tensor | None = None  # [R + 1]
+    kv_indices: Tensor | None = None  # [pages or tokens]
+    last_indices: Tensor | None = None  # [R]
+    extra: Any = None

@@ -1,0 +1,170 @@
+"""Row ``torch`` for Lightning attention: the chunked form, batched recurrent decode, closed-form verify."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attnmatrix.cases.case import AttentionKind, ForwardMode
+from attnmatrix.harness.backend import AttentionBackend
+from attnmatrix.harness.lazy import torch
+from attnmatrix.harness.registry import Row, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnmatrix.harness.batch import Batch
+
+CHUNK = 32
+
+
+@dataclass
+class LightningMetadata:
+    cu_seqlens_q: Tensor  # on gpu
+    state_indices: Tensor  # on gpu; int32 [R], -1 = padding
+    parents_seen: Tensor | None = None  # on gpu; bool [R, d, d], verify only
+    spans: tuple[tuple[int, int, int, bool], ...] = ()  # on cpu; row, start, stop, has a prefix
+
+    def get_last_indices(self, bs: int) -> Tensor:
+        return self.cu_seqlens_q[1 : bs + 1] - 1
+
+
+class TorchLightning(AttentionBackend):
+    """Float32 arithmetic over the state pool; the output is rounded once."""
+
+    def prepare_metadata(self, batch: Batch) -> None:
+        assert batch.state_indices is not None
+        meta = LightningMetadata(batch.cu_seqlens_q, batch.state_indices)
+        if batch.forward_mode is ForwardMode.TARGET_VERIFY and batch.drafts is not None:
+            meta.parents_seen = self._per_request(batch)
+        if batch.forward_mode is not ForwardMode.DECODE:
+            start = 0
+            for row, (prefix, new) in enumerate(zip(batch.prefix_lens, batch.new_lens, strict=True)):
+                meta.spans += ((row, start, start + new, prefix > 0),) if new else ()
+                start += new
+        batch.attn_metadata = meta
+
+    @staticmethod
+    def _per_request(batch: Batch) -> Tensor:
+        """Ancestors ``[T, widest]`` regrouped as ``[R, widest, widest]``, rows past a request's drafts False."""
+        assert batch.drafts is not None
+        seen = batch.drafts.ancestors
+        widest = seen.shape[1]
+        grouped = seen.new_zeros(batch.padded_reqs, widest, widest)
+        start = 0
+        for row, new in enumerate(batch.new_lens):
+            grouped[row, :new] = seen[start : start + new]
+            start += new
+        return grouped
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
+        context, meta = self.context, batch.attn_metadata
+        assert context.states is not None and context.slopes is not None
+        slopes = context.slopes[layer_id]
+        if batch.forward_mode is ForwardMode.DECODE:
+            return self._decode(q, k, v, layer_id, slopes, meta)
+        if batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            return self._verify(q, k, v, layer_id, slopes, batch, meta)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        pool = context.states.as_kv(context.states.state(layer_id))
+        for row, start, stop, has_prefix in meta.spans:
+            slot = meta.state_indices[row]
+            state = pool[slot].float() if has_prefix else torch.zeros_like(pool[0], dtype=torch.float32)
+            for begin in range(start, stop, CHUNK):
+                chunk = slice(begin, min(begin + CHUNK, stop))
+                out[chunk], state = self._chunk(q[chunk].float(), k[chunk].float(), v[chunk].float(), state, slopes)
+            pool[slot] = state.to(pool.dtype)
+        return out
+
+    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+        """One chunk ``[n, H, D]`` from ``state`` ``[H, K, V]``: pairwise part plus the decayed initial state."""
+        count = q.shape[0]
+        steps = torch.arange(count, device=q.device)
+        gap = (steps[:, None] - steps[None, :]).float()
+        decay = torch.exp(-slopes[:, None, None] * gap.clamp(min=0)) * (gap >= 0)
+        score = torch.einsum("ihd,jhd->hij", q, k) * decay
+        out = torch.einsum("hij,jhe->ihe", score, v)
+        head = torch.exp(-slopes[None, :] * (steps[:, None] + 1))
+        out = out + torch.einsum("ihd,hde->ihe", q * head[..., None], state)
+        tail = torch.exp(-slopes[None, :] * (count - 1 - steps[:, None]))
+        state = state * torch.exp(-slopes * count)[:, None, None] + torch.einsum("ihd,ihe->hde", k * tail[..., None], v)
+        return out * self.context.scale, state
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, layer: int, slopes: Tensor, meta: LightningMetadata) -> Tensor:
+        assert self.context.states is not None
+        pool = self.context.states.as_kv(self.context.states.state(layer))
+        before = pool[meta.state_indices.clamp(min=0).long()].float()
+        decay = torch.exp(-slopes)[None, :, None, None]
+        after = before * decay + k.float()[..., :, None] * v.float()[..., None, :]
+        hit = meta.state_indices[:, None] == torch.arange(pool.shape[0], device=q.device)[None, :]
+        chosen = after[hit.int().argmax(dim=0)].to(pool.dtype)
+        pool.copy_(torch.where(hit.any(dim=0)[:, None, None, None], chosen, pool))
+        return (torch.einsum("rhd,rhde->rhe", q.float(), after) * self.context.scale).to(q.dtype)
+
+    def _verify(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, slopes: Tensor, batch: Batch, meta: LightningMetadata
+    ) -> Tensor:
+        """Closed form: token i is the decayed initial state plus the decayed contributions of its ancestors."""
+        states = self.context.states
+        assert states is not None and meta.parents_seen is not None
+        rows, widest = meta.parents_seen.shape[:2]
+        q4, k4, v4 = (self._by_request(t, batch, rows, widest).float() for t in (q, k, v))
+        seen = meta.parents_seen
+        depth = seen.sum(dim=-1) - 1
+        gap = (depth[:, :, None] - depth[:, None, :]).float()
+        weight = torch.exp(-slopes[None, :, None, None] * gap.clamp(min=0)[:, None]) * seen[:, None]  # [R, H, d, d]
+        initial = states.as_kv(states.state(layer))[meta.state_indices.clamp(min=0).long()].float()
+        faded = torch.exp(-slopes[None, None, :] * (depth[..., None] + 1).float())  # [R, d, H]
+        after = initial[:, None] * faded[..., None, None] + torch.einsum("rhij,rjhd,rjhe->rihde", weight, k4, v4)
+        out = torch.einsum("rihd,rihde->rihe", q4, after) * self.context.scale
+        drafted = states.as_kv(states.intermediate(layer))
+        if len(set(batch.new_lens)) == 1:
+            drafted[:rows, :widest] = after.to(drafted.dtype)
+            return out.flatten(0, 1).to(q.dtype)
+        packed = []
+        for row, new in enumerate(batch.new_lens):
+            drafted[row, :new] = after[row, :new].to(drafted.dtype)
+            packed.append(out[row, :new])
+        return torch.cat(packed).to(q.dtype)
+
+    @staticmethod
+    def _by_request(tensor: Tensor, batch: Batch, rows: int, widest: int) -> Tensor:
+        """``[T, H, D]`` as ``[R, widest, H, D]``, missing tokens zero."""
+        if len(set(batch.new_lens)) == 1:
+            return tensor.unflatten(0, (rows, widest))
+        padded = tensor.new_zeros(rows, widest, *tensor.shape[1:])
+        start = 0
+        for row, new in enumerate(batch.new_lens):
+            padded[row, :new] = tensor[start : start + new]
+            start += new
+        return padded
+
+    def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
+        device, width = self.context.device, self.context.tokens_per_request
+        self._static: dict[int, LightningMetadata] = {}
+        for size in batch_sizes:
+            seen = torch.ones(size, width, width, dtype=torch.bool, device=device).tril()
+            indices = torch.full((size,), -1, dtype=torch.int32, device=device)
+            starts = torch.arange(size + 1, dtype=torch.int32, device=device) * width
+            self._static[size] = LightningMetadata(starts, indices, seen)
+
+    def prepare_for_capture(self, batch: Batch) -> None:
+        batch.attn_metadata = self._static[batch.padded_reqs]
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        static, fresh = self._static[batch.padded_reqs], batch.attn_metadata
+        static.state_indices.copy_(fresh.state_indices)
+        if fresh.parents_seen is not None:
+            static.parents_seen.copy_(fresh.parents_seen)
+
+
+register(
+    Row(
+        name="torch",
+        kind=AttentionKind.LIGHTNING,
+        create=TorchLightning,
+        summary="chunked linear attention with per-head decay",
+        source=__file__,
+    )
+)

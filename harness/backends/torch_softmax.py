@@ -1,0 +1,163 @@
+"""Row ``torch``: scaled_dot_product_attention per request, and padded to the longest for decode. The subject that needs no package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attnmatrix.cases.case import AttentionKind, ForwardMode
+from attnmatrix.harness.backend import AttentionBackend
+from attnmatrix.harness.lazy import torch
+from attnmatrix.harness.registry import Row, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnmatrix.harness.batch import Batch
+
+
+@dataclass
+class ExtendMetadata:
+    cu_seqlens_q: Tensor  # on gpu
+    spans: tuple[tuple[int, int], ...]  # on cpu; rows of q per request
+    slots: tuple[Tensor, ...]  # on gpu; [kv] per request
+
+    def get_last_indices(self, bs: int) -> Tensor:
+        return self.cu_seqlens_q[1 : bs + 1] - 1
+
+
+@dataclass
+class UniformMetadata:
+    """Decode, and verify with the same number of drafts everywhere: ``width`` tokens per request."""
+
+    width: int
+    prefix: Tensor  # on gpu; int32 [R]
+    slots: Tensor  # on gpu; int64 [R, L]
+    ancestors: Tensor  # on gpu; bool [R, width, width]
+    cu_seqlens_q: Tensor  # on gpu
+
+    def get_last_indices(self, bs: int) -> Tensor:
+        return self.cu_seqlens_q[1 : bs + 1] - 1
+
+
+class TorchSoftmax(AttentionBackend):
+    """Extend gathers each request's keys and runs one SDPA per request; uniform batches are padded to the longest."""
+
+    def prepare_metadata(self, batch: Batch) -> None:
+        uniform = batch.forward_mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY) and len(set(batch.new_lens)) == 1
+        batch.attn_metadata = self._uniform(batch) if uniform else self._extend(batch)
+
+    def _extend(self, batch: Batch) -> ExtendMetadata:
+        rows = batch.req_pool_indices.tolist()
+        slots = tuple(self.context.req_to_token[row, :n].long() for row, n in zip(rows, batch.kv_lens, strict=True))
+        ends, start = [], 0
+        for new in batch.new_lens:
+            ends.append((start, start + new))
+            start += new
+        return ExtendMetadata(batch.cu_seqlens_q, tuple(ends), slots)
+
+    def _uniform(self, batch: Batch) -> UniformMetadata:
+        width = batch.new_lens[0]
+        table = self.context.req_to_token[batch.req_pool_indices, : max(batch.kv_lens)].long()
+        verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
+        ones = torch.ones(batch.padded_reqs, 1, 1, dtype=torch.bool, device=self.context.device)
+        ancestors = batch.drafts.ancestors.view(-1, width, width) if verify and batch.drafts else ones
+        return UniformMetadata(width, batch.seq_lens if verify else batch.seq_lens - 1, table, ancestors, batch.cu_seqlens_q)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
+        assert self.context.kv is not None
+        self.context.kv.store(layer_id, batch.out_loc, k, v)
+        if isinstance(batch.attn_metadata, UniformMetadata):
+            return self._forward_uniform(q, layer_id, batch, batch.attn_metadata)
+        return self._forward_extend(q, layer_id, batch, batch.attn_metadata)
+
+    def _forward_extend(self, q: Tensor, layer: int, batch: Batch, meta: ExtendMetadata) -> Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for request, ((start, stop), slots) in enumerate(zip(meta.spans, meta.slots, strict=True)):
+            if start == stop:
+                continue
+            prefix = batch.prefix_lens[request]
+            positions = batch.positions[start:stop]
+            keys = torch.cat([torch.arange(prefix, device=q.device), positions])
+            visible = (torch.arange(len(keys), device=q.device)[None, :] - prefix) <= torch.arange(stop - start, device=q.device)[:, None]
+            if batch.drafts is not None:
+                visible[:, prefix:] = batch.drafts.ancestors[start:stop, : stop - start]
+            distance = keys[None, :] - positions[:, None]
+            out[start:stop] = self._attend(q[None, start:stop], slots[None], visible[None], distance[None], layer)[0]
+        return out
+
+    def _forward_uniform(self, q: Tensor, layer: int, batch: Batch, meta: UniformMetadata) -> Tensor:
+        rows, width = meta.prefix.shape[0], meta.width
+        columns = torch.arange(meta.slots.shape[1], device=q.device)
+        offset = columns[None, :] - meta.prefix[:, None]  # [R, L]; index among the draft tokens
+        draft = offset.clamp(0, width - 1).long()
+        seen = meta.ancestors.gather(2, draft[:, None, :].expand(rows, width, -1))
+        visible = (offset < 0)[:, None] | (seen & ((offset >= 0) & (offset < width))[:, None])
+        positions = batch.positions.view(rows, width)
+        keys = torch.where(offset < 0, columns[None, :], positions.gather(1, draft))
+        distance = keys[:, None, :] - positions[:, :, None]
+        out = self._attend(q.unflatten(0, (rows, width)), meta.slots, visible, distance, layer)
+        return out.flatten(0, 1)
+
+    def _attend(self, q: Tensor, slots: Tensor, visible: Tensor, distance: Tensor, layer: int) -> Tensor:
+        """``q`` ``[R, n, Hq, D]``, ``slots`` ``[R, L]``, ``visible`` and ``distance`` (key minus query position) ``[R, n, L]``."""
+        context, window = self.context, self.context.windows[layer]
+        assert context.kv is not None
+        page, at = slots // context.page_size, slots % context.page_size
+        keys = context.kv.by_page(context.kv.k(layer))[page, at].to(q.dtype)
+        values = context.kv.by_page(context.kv.v(layer))[page, at].to(q.dtype)
+        if window is not None:
+            visible = visible & (distance > -window)
+        dead = ~visible.any(dim=1)[..., None, None]
+        keys, values = keys.masked_fill(dead, 0.0), values.masked_fill(dead, 0.0)
+        group = q.shape[2] // keys.shape[2]
+        keys, values = (t.repeat_interleave(group, dim=2).transpose(1, 2) for t in (keys, values))
+        bias = torch.zeros(visible[:, None].shape, dtype=torch.float32, device=q.device)
+        if context.alibi_slopes is not None:
+            bias = context.alibi_slopes[None, :, None, None] * distance[:, None]
+        bias = bias.masked_fill(~visible[:, None], float("-inf"))
+        if context.sinks is not None:
+            sink = context.sinks[None, :, None, None].expand(q.shape[0], q.shape[2], q.shape[1], 1)
+            bias = torch.cat([bias.expand(-1, q.shape[2], -1, -1), sink], dim=-1)
+            keys, values = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (keys, values))
+        query = q.transpose(1, 2)
+        if context.soft_cap is not None:
+            score = (query.float() @ keys.float().transpose(-1, -2)) * context.scale
+            weight = torch.softmax(context.soft_cap * torch.tanh(score / context.soft_cap) + bias, dim=-1)
+            out = (weight.to(q.dtype) @ values).to(q.dtype)
+        else:
+            out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias.to(q.dtype), scale=context.scale)
+        return out.transpose(1, 2)
+
+    def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
+        context, width = self.context, self.context.tokens_per_request
+        self._static: dict[int, UniformMetadata] = {}
+        for size in batch_sizes:
+            self._static[size] = UniformMetadata(
+                width,
+                torch.zeros(size, dtype=torch.int32, device=context.device),
+                torch.zeros(size, max_seq_len, dtype=torch.int64, device=context.device),
+                torch.ones(size, width, width, dtype=torch.bool, device=context.device).tril(),
+                torch.arange(size + 1, dtype=torch.int32, device=context.device) * width,
+            )
+
+    def prepare_for_capture(self, batch: Batch) -> None:
+        batch.attn_metadata = self._static[batch.padded_reqs]
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        static, fresh = self._static[batch.padded_reqs], batch.attn_metadata
+        static.prefix.copy_(fresh.prefix)
+        static.slots[:, : fresh.slots.shape[1]].copy_(fresh.slots)
+        static.ancestors.copy_(fresh.ancestors)
+
+
+register(
+    Row(
+        name="torch",
+        kind=AttentionKind.SOFTMAX,
+        create=TorchSoftmax,
+        summary="scaled_dot_product_attention over gathered keys",
+        source=__file__,
+    )
+)

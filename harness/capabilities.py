@@ -1,0 +1,149 @@
+"""What a row claims, and the conventions it follows. Claims are checked by running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, Union
+
+from attnmatrix.cases.case import Case
+from attnmatrix.cases.modes import RunnerMode
+
+
+@dataclass(frozen=True)
+class Supported:
+    """The mode is claimed to work."""
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """The package refuses: it must raise ``exception`` (a class name, e.g. ``ValueError``) whose text matches ``match``
+    (a regular expression) and touch no pool. Computing instead is an error of the declaration."""
+
+    reason: str
+    exception: str
+    match: str
+    issue: str | None = None
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """Not supported yet: it raises, or computes wrong values. Passing is an error of the declaration.
+
+    ``issue`` is where the work is tracked and must not be empty.
+    """
+
+    reason: str
+    issue: str
+
+    def __post_init__(self) -> None:
+        if not self.issue:
+            raise ValueError("a deferral needs an issue")
+
+
+@dataclass(frozen=True)
+class NotApplicable:
+    """The mode has no meaning here; ``check`` returns True where a machine can see the cause (such as an argument absent
+    from the package's signature)."""
+
+    reason: str
+    check: Callable[[], bool]
+
+
+Claim = Union[Supported, Blocked, Deferred, NotApplicable]
+
+
+@dataclass(frozen=True)
+class KnownFault:
+    """A fault found in the package. ``finding`` names the reproduction under ``matrix/findings/``, ``diagnosis`` what the
+    harness must say of the failure. A case it applies to must fail, with that diagnosis."""
+
+    applies: Callable[[Case, RunnerMode], bool]
+    finding: str
+    diagnosis: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RoundingStep:
+    """A rounding that a kernel performs beyond the textbook sequence. No number: ``name`` selects a model of it in
+    ``harness/rounding.py``, ``citation`` is the kernel's line."""
+
+    name: str
+    citation: str
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """How this package's interface differs from the contract; the harness translates.
+
+    ``kv_layout``: NHD ``[pages, page, H, D]``, HND ``[pages, H, page, D]`` or ``interleaved`` ``[pages, 2, page, H, D]``.
+    ``state_layout``: KV ``[slots, H, K, V]`` or VK. ``output``: ``per_head`` or ``flat`` ``[T, H * D]``. ``window``:
+    ``inclusive`` counts the query's own key, ``exclusive`` the keys before it. ``lse_base``: ``e`` or ``2``.
+    ``tail_may_hold_nan``: whether dead slots of a last page may hold NaN.
+    """
+
+    kv_layout: str = "NHD"
+    state_layout: str = "KV"
+    output: str = "per_head"
+    window: str = "inclusive"
+    lse_base: str = "e"
+    tail_may_hold_nan: bool = True
+    unreferenced_may_hold_nan: bool = True
+    rounding: tuple[RoundingStep, ...] = ()
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "kv_layout": ("NHD", "HND", "interleaved"),
+            "state_layout": ("KV", "VK"),
+            "output": ("per_head", "flat"),
+            "window": ("inclusive", "exclusive"),
+            "lse_base": ("e", "2"),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} is one of {', '.join(values)}, got {getattr(self, name)!r}")
+
+
+class Claims(Protocol):
+    """What a row, or a pair of rows, claims about each cell."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether equal inputs give equal bits."""
+        ...
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a request's result does not depend on its neighbours, to the bit."""
+        ...
+
+    def claim(self, mode: RunnerMode, case: Case) -> Claim: ...
+
+    def known_fault(self, mode: RunnerMode, case: Case) -> KnownFault | None: ...
+
+
+def no_limits(case: Case) -> Blocked | None:
+    """The package takes every case."""
+    return None
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """A row's claims: per runner mode (unlisted: supported), per case, and the faults found."""
+
+    modes: Mapping[RunnerMode, Claim] = field(default_factory=dict)
+    why_not: Callable[[Case], Blocked | None] = no_limits
+    known_faults: tuple[KnownFault, ...] = ()
+    deterministic: bool = True
+    batch_invariant: bool = False
+
+    def claim(self, mode: RunnerMode, case: Case) -> Claim:
+        """The claim for one cell: the mode's, narrowed by the package's own limits on the case."""
+        claim = self.modes.get(mode, Supported())
+        if isinstance(claim, Supported):
+            return self.why_not(case) or claim
+        return claim
+
+    def known_fault(self, mode: RunnerMode, case: Case) -> KnownFault | None:
+        return next((fault for fault in self.known_faults if fault.applies(case, mode)), None)

@@ -1,0 +1,90 @@
+"""What a step should have produced: references and baselines for the inputs that the backend really got."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmatrix.cases.case import AttentionKind, ForwardMode
+from attnmatrix.harness.baseline import softmax_baseline
+from attnmatrix.harness.runners.recorder import AttentionCall
+from attnmatrix.harness.world import StepData, World
+from attnmatrix.references.decayed_state import decayed_state_attention
+from attnmatrix.references.softmax import softmax_attention
+from attnmatrix.references.visibility import key_positions, query_positions, visible_keys
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Reference, baseline ``[*shape, D]`` and conditioning ``[*shape]`` of one result; ``labels`` names the axes of shape."""
+
+    labels: tuple[str, ...]
+    reference: Tensor
+    baseline: Tensor
+    conditioning: Tensor
+
+
+def expected_quantities(world: World, step: StepData, call: AttentionCall) -> dict[str, Quantity]:
+    """``out`` and ``lse`` for softmax; ``out`` and ``state`` or, in target_verify, ``intermediate`` for linear kinds."""
+    if world.case.kind is AttentionKind.SOFTMAX:
+        return _softmax(world, step, call)
+    return _lightning(world, step, call)
+
+
+def _softmax(world: World, step: StepData, call: AttentionCall) -> dict[str, Quantity]:
+    case, context = step.case, world.context
+    outs, lses, conds, base_outs, base_lses = [], [], [], [], []
+    start = 0
+    for request, new in enumerate(case.new_lens):
+        rows = slice(start, start + new)
+        start += new
+        prefix = step.prefixes[request]
+        k = torch.cat([prefix.keys[call.layer], call.k[rows]])
+        v = torch.cat([prefix.values[call.layer], call.v[rows]])
+        mask = visible_keys(case, request, call.layer, world.device)
+        queries, keys = query_positions(case, request, world.device), key_positions(case, request, world.device)
+        right = softmax_attention(
+            call.q[rows], k, v, mask, context.scale, soft_cap=case.soft_cap, sinks=context.sinks,
+            alibi_slopes=context.alibi_slopes, query_positions=queries, key_positions=keys,
+        )  # fmt: skip
+        out, lse = softmax_baseline(
+            call.q[rows], k, v, mask, context.scale, soft_cap=case.soft_cap, sinks=context.sinks,
+            alibi_slopes=context.alibi_slopes, distance=keys[None, :] - queries[:, None],
+        )  # fmt: skip
+        outs.append(right.out)
+        lses.append(right.lse)
+        conds.append(right.conditioning)
+        base_outs.append(out)
+        base_lses.append(lse)
+    conditioning = torch.cat(conds)
+    return {
+        "out": Quantity(("token", "head"), torch.cat(outs), torch.cat(base_outs), conditioning),
+        "lse": Quantity(("token", "head"), torch.cat(lses)[..., None], torch.cat(base_lses)[..., None], conditioning),
+    }
+
+
+def _lightning(world: World, step: StepData, call: AttentionCall) -> dict[str, Quantity]:
+    case, context = step.case, world.context
+    assert context.slopes is not None
+    slopes, verify = context.slopes[call.layer].double(), case.forward is ForwardMode.TARGET_VERIFY
+    initial = torch.stack([prefix.states[call.layer] for prefix in step.prefixes])
+    trees = [case.tree(r) for r in range(case.batch_size)] if case.trees else None
+    plain = {"slopes": slopes, "new_lens": case.new_lens, "scale": context.scale, "trees": trees, "keep_tokens": verify}
+    right = decayed_state_attention(call.q, call.k, call.v, initial, **plain)  # type: ignore[arg-type]
+    sizes = decayed_state_attention(call.q.abs(), call.k.abs(), call.v.abs(), initial.abs(), **plain)  # type: ignore[arg-type]
+    base = decayed_state_attention(call.q, call.k, call.v, initial, dtype=torch.float32, **plain)  # type: ignore[arg-type]
+    quantities = {"out": _conditioned(("token", "head"), right.out, base.out.to(world.dtype), sizes.out)}
+    if right.tokens is not None and base.tokens is not None and sizes.tokens is not None and verify:
+        quantities["intermediate"] = _conditioned(("token", "head", "key row"), right.tokens, base.tokens, sizes.tokens)
+    else:
+        quantities["state"] = _conditioned(("request", "head", "key row"), right.final, base.final, sizes.final)
+    return quantities
+
+
+def _conditioned(labels: tuple[str, ...], reference: Tensor, baseline: Tensor, absolute: Tensor) -> Quantity:
+    """Conditioning of a sum: the same sum over absolute values, relative to the row's own size."""
+    size = reference.square().mean(dim=-1).sqrt()
+    conditioning = absolute.square().mean(dim=-1).sqrt() / torch.where(size > 0, size, 1.0)
+    return Quantity(labels, reference, baseline, conditioning)

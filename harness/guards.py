@@ -1,0 +1,121 @@
+"""Bit-for-bit guards: what a step may write, and that it wrote exactly that."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnmatrix.cases.case import ForwardMode
+from attnmatrix.harness.pools import bits
+from attnmatrix.harness.runners.recorder import StepRun
+from attnmatrix.harness.world import NUM_LAYERS, World
+
+
+class Guards:
+    """Remembers every pool and table of a world and checks them after each step.
+
+    After a step the changed KV slots of a layer are exactly those of ``out_loc`` and hold the given k and v; states changed
+    only in the batch's own slots (not at all in target_verify); tables, inputs, canaries and everything else are as before.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._table = world.req_to_token.clone()
+        self._remember()
+
+    def _remember(self) -> None:
+        kv, states = self.world.context.kv, self.world.context.states
+        layers = range(NUM_LAYERS)
+        self._kv = [(kv.k(layer).clone(), kv.v(layer).clone()) for layer in layers] if kv is not None else []
+        self._states = [(states.state(n).clone(), states.intermediate(n).clone()) for n in layers] if states is not None else []
+
+    def untouched(self) -> list[str]:
+        """What changed since the last check, for runs that must not have written anything."""
+        return [*self._tables(), *self._canaries(), *self._compare_kv({}), *self._compare_states({}, {})]
+
+    def check(self, run: StepRun) -> list[str]:
+        """One line for each violation of one step, empty when all is as it should be."""
+        world, step = self.world, self.world.steps[run.index]
+        problems = [*self._tables(), *self._canaries()]
+        for call in run.calls:
+            problems += [f"layer {call.layer}: forward modified its input {name}" for name in call.changed_inputs()]
+        if world.context.kv is not None:
+            problems += self._compare_kv({call.layer: (call.k, call.v) for call in run.calls}, run)
+        if world.context.states is not None:
+            verify = step.case.forward is ForwardMode.TARGET_VERIFY
+            rows = [r for r, new in enumerate(step.case.new_lens) if new or not step.case.prefix_lens[r]]
+            own = {world.state_slots[step.requests[r]] for r in rows}
+            spots = {(r, d) for r, new in enumerate(step.case.new_lens) for d in range(new)}
+            problems += self._compare_states({} if verify else {n: own for n in range(NUM_LAYERS)}, spots if verify else {})
+        self._remember()
+        return problems
+
+    def _tables(self) -> list[str]:
+        return [] if torch.equal(self._table, self.world.req_to_token) else ["req_to_token was modified"]
+
+    def _canaries(self) -> list[str]:
+        pools = [("KV", self.world.context.kv), ("state", self.world.context.states)]
+        return [
+            f"{name} pool buffer {index}: written out of bounds (canary changed)"
+            for name, pool in pools
+            if pool is not None
+            for index, fenced in enumerate(pool.fenced)
+            if fenced.broken()
+        ]
+
+    def _compare_kv(self, written: dict[int, tuple[Tensor, Tensor]], run: StepRun | None = None) -> list[str]:
+        world, kv = self.world, self.world.context.kv
+        if kv is None:
+            return []
+        out_loc = world.batch(run.index).out_loc if run is not None else torch.empty(0, dtype=torch.int64, device=world.device)
+        page, offset = out_loc // kv.page_size, out_loc % kv.page_size
+        problems = []
+        for layer, (old_k, old_v) in enumerate(self._kv):
+            for name, old, now in (("K", old_k, kv.k(layer)), ("V", old_v, kv.v(layer))):
+                want = kv.by_page(old)
+                if layer in written:
+                    given = written[layer][0 if name == "K" else 1]
+                    want[page, offset] = given.to(kv.dtype)
+                wrong = (bits(kv.by_page(now).contiguous()) != bits(want.contiguous())).flatten(2).any(dim=-1).flatten()
+                if world.pool_plan.scratch_page is not None:
+                    wrong[world.scratch_slots] = False
+                if bool(wrong.any()):
+                    problems.append(self._describe(layer, name, wrong, set(out_loc.tolist())))
+        return problems
+
+    def _describe(self, layer: int, name: str, wrong: Tensor, out_loc: set[int]) -> str:
+        slots = wrong.nonzero().flatten().tolist()
+        inside = [slot for slot in slots if slot in out_loc]
+        outside = [slot for slot in slots if slot not in out_loc]
+        parts = []
+        if inside:
+            parts.append(f"{len(inside)} of {len(out_loc)} slots in out_loc do not hold the given {name} (first: {self.owner(inside[0])})")
+        if outside:
+            parts.append(f"{len(outside)} slots outside out_loc changed (first: {self.owner(outside[0])})")
+        return f"layer {layer}, {name} pool: " + "; ".join(parts)
+
+    def owner(self, slot: int) -> str:
+        """``slot 37, page 2, request 1 position 5`` of a physical slot."""
+        size = self.world.pool_plan.page_size
+        for step in self.world.steps:
+            for request, length in zip(step.requests, step.case.kv_lens, strict=True):
+                hits = (self.world.slots(request, 0, length) == slot).nonzero()
+                if len(hits):
+                    return f"slot {slot}, page {slot // size}, request {request} position {int(hits[0])}"
+        return f"slot {slot}, page {slot // size}, no request's"
+
+    def _compare_states(self, own: dict[int, set[int]], spots: set[tuple[int, int]] | dict[int, set[int]]) -> list[str]:
+        states = self.world.context.states
+        if states is None:
+            return []
+        problems = []
+        for layer, (old, old_drafted) in enumerate(self._states):
+            changed = (bits(old) != bits(states.state(layer))).flatten(1).any(dim=-1).nonzero().flatten().tolist()
+            foreign = [slot for slot in changed if slot not in own.get(layer, set())]
+            if foreign:
+                problems.append(f"layer {layer}: state slots {foreign} changed though the batch does not own or may not write them")
+            drafted = (bits(old_drafted) != bits(states.intermediate(layer))).flatten(2).any(dim=-1).nonzero().tolist()
+            stray = [tuple(spot) for spot in drafted if tuple(spot) not in spots]
+            if stray:
+                problems.append(f"layer {layer}: intermediate states (row, draft) {stray[:4]} changed though no draft token owns them")
+        return problems

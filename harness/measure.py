@@ -1,0 +1,97 @@
+"""Row-relative errors and their limits: the comparison every verdict rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FACTOR = 3.0
+"""Headroom over the baseline; see ``harness/calibration.md`` for the measured ratios behind it."""
+FLOAT32_UNIT = 2.0**-24
+UNINFORMATIVE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
+"""Baseline error above which a row says little: the right answer nearly cancels there."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One quantity of one step, row by row (``[rows]``, float64).
+
+    ``quantity`` is ``out``, ``lse``, ``state`` or ``intermediate``; ``labels`` names the axes that ``shape`` gives, so that a
+    flat row index can be turned into token, head, slot or key row.
+    """
+
+    quantity: str
+    step: int
+    layer: int
+    labels: tuple[str, ...]
+    shape: tuple[int, ...]
+    error: Tensor
+    baseline: Tensor
+    limit: Tensor
+    uninformative: int
+
+    @property
+    def ratio(self) -> Tensor:
+        """Error over limit per row; above 1 is wrong, NaN and infinity count as infinite, 0/0 as 0."""
+        ratio = torch.where(self.error == 0, 0.0, self.error / self.limit)
+        return torch.nan_to_num(ratio, nan=float("inf"), posinf=float("inf"))
+
+    @property
+    def worst(self) -> int:
+        """Flat index of the row with the largest ratio."""
+        return int(self.ratio.argmax())
+
+    def where(self, row: int) -> str:
+        """``token 3, head 1`` for a flat row index."""
+        parts = []
+        for label, extent in zip(reversed(self.labels), reversed(self.shape), strict=True):
+            parts.append(f"{label} {row % extent}")
+            row //= extent
+        return ", ".join(reversed(parts))
+
+
+def relative_rms(actual: Tensor, reference: Tensor) -> Tensor:
+    """``rms(actual - reference) / rms(reference)`` over the last axis in float64; absolute where the reference is zero.
+
+    Anything not finite in ``actual`` makes the row infinite.
+    """
+    reference = reference.double()
+    difference = (actual.double() - reference).square().mean(dim=-1).sqrt()
+    size = reference.square().mean(dim=-1).sqrt()
+    error = torch.where(size > 0, difference / torch.where(size > 0, size, 1.0), difference)
+    return torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
+
+
+def limits(baseline: Tensor, conditioning: Tensor) -> Tensor:
+    """``FACTOR * max(baseline of the row, median baseline, 2**-24 * conditioning)`` per row."""
+    median = baseline.median() if baseline.numel() else baseline.new_zeros(())
+    return FACTOR * torch.maximum(torch.maximum(baseline, median), FLOAT32_UNIT * conditioning)
+
+
+def measure(
+    quantity: str,
+    step: int,
+    layer: int,
+    labels: tuple[str, ...],
+    actual: Tensor,
+    reference: Tensor,
+    baseline: Tensor,
+    conditioning: Tensor,
+    dtype: torch.dtype,
+) -> Measurement:
+    """Compare ``actual`` with ``reference`` ``[*shape, D]``, given the ``baseline``'s values and ``conditioning`` ``[*shape]``."""
+    shape = tuple(reference.shape[:-1])
+    base = relative_rms(baseline, reference).flatten()
+    return Measurement(
+        quantity,
+        step,
+        layer,
+        labels,
+        shape,
+        relative_rms(actual, reference).flatten(),
+        base,
+        limits(base, conditioning.double().flatten()),
+        int((base > UNINFORMATIVE[dtype]).sum()),
+    )

@@ -1,0 +1,55 @@
+"""Whose exception it is: a package's refusal counts, a row's own ``raise`` does not."""
+
+from __future__ import annotations
+
+import dis
+import importlib.metadata
+import re
+from pathlib import Path
+from types import TracebackType
+
+from attnmatrix.harness.capabilities import Blocked
+from attnmatrix.harness.registry import Row
+
+
+def why_not_a_refusal(error: BaseException, claim: Blocked, row: Row) -> str | None:
+    """None when ``error`` is the declared refusal of one of the row's packages, else what is wrong with it.
+
+    The innermost frame must lie in a distribution of the row, or be a call out of the row's file into compiled code (a
+    frame whose current instruction is a ``raise`` is the row's own). Type (by class name, along the MRO) and text must match.
+    """
+    names = [kind.__name__ for kind in type(error).__mro__]
+    if claim.exception not in names:
+        return f"expected {claim.exception}, the package raised {type(error).__name__}: {error}"
+    if not re.search(claim.match, str(error)):
+        return f"expected a message matching {claim.match!r}, got {error}"
+    frame = _innermost(error.__traceback__)
+    if frame is None:
+        return "the exception has no traceback"
+    file = Path(frame.tb_frame.f_code.co_filename)
+    if any(_belongs(file, name) for name in row.distributions):
+        return None
+    if file == Path(row.source) and not _is_raise(frame):
+        return None
+    return f"the exception was raised in {file.name}, line {frame.tb_lineno}, not by {' or '.join(row.distributions)}"
+
+
+def _innermost(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _is_raise(frame: TracebackType) -> bool:
+    instructions = {i.offset: i.opname for i in dis.get_instructions(frame.tb_frame.f_code)}
+    return instructions.get(frame.tb_lasti, "") in ("RAISE_VARARGS", "RERAISE")
+
+
+def _belongs(file: Path, distribution: str) -> bool:
+    """Whether a source file is one of a distribution's installed files."""
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    tops = {Path(str(entry.locate())).parents[len(entry.parts) - 2] for entry in files if len(entry.parts) > 1 and entry.suffix == ".py"}
+    return any(top in file.parents for top in tops if top.name not in ("site-packages", "dist-packages"))

@@ -1,0 +1,132 @@
+"""The rows by name: built-in files, entry points and plugin files."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from attnmatrix.cases.case import AttentionKind
+from attnmatrix.harness.backend import AttentionBackend
+from attnmatrix.harness.capabilities import Capabilities, Claims, Conventions
+from attnmatrix.harness.context import Context
+
+ENTRY_POINT_GROUP = "attnmatrix.backends"
+
+
+class UsageError(ValueError):
+    """The user named something that does not exist or cannot be read; the message says what is known."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of one kind's table; a package that implements two kinds registers two rows under one name.
+
+    ``create`` builds the backend and imports its package. ``distributions`` are the installed distributions it needs
+    (absent: untested), the first one is the package whose refusals count. ``devices`` are ``cpu`` and/or ``cuda``;
+    ``interpreted`` marks Triton kernels that run in the interpreter on a CPU, slowly.
+    """
+
+    name: str
+    kind: AttentionKind
+    create: Callable[[Context], AttentionBackend]
+    capabilities: Claims = field(default_factory=Capabilities)
+    conventions: Conventions = field(default_factory=Conventions)
+    distributions: tuple[str, ...] = ("torch",)
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    interpreted: bool = False
+    dtypes: tuple[str, ...] | None = None
+    summary: str = ""
+    source: str = ""
+
+    def version(self, distribution: str) -> str | None:
+        """Installed version, or None when the distribution is absent."""
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The distributions it needs that are not installed."""
+        return tuple(name for name in self.distributions if self.version(name) is None)
+
+
+_ROWS: dict[tuple[str, AttentionKind], Row] = {}
+
+
+def register(row: Row) -> Row:
+    """Add a row. Raises ValueError when its name is taken for its kind."""
+    key = (row.name, row.kind)
+    if key in _ROWS and _ROWS[key].source != row.source:
+        raise ValueError(f"backend {row.name!r} is registered twice for {row.kind.value}")
+    _ROWS[key] = row
+    return row
+
+
+@lru_cache(maxsize=1)
+def _load_builtin() -> None:
+    package = importlib.import_module("attnmatrix.harness.backends")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        entry.load()
+
+
+def load_plugin(path: str | Path) -> None:
+    """Import a row file from anywhere. Raises UsageError when it cannot be read or registers nothing."""
+    path = Path(path)
+    _load_builtin()
+    before = set(_ROWS)
+    name = f"attnmatrix_plugin_{path.stem}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise UsageError(f"cannot read plugin {str(path)!r}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UsageError(f"plugin {str(path)!r} failed to import: {type(error).__name__}: {error}") from error
+    if set(_ROWS) == before:
+        raise UsageError(f"plugin {str(path)!r} registers no backend")
+
+
+def rows() -> tuple[Row, ...]:
+    """All registered rows, by kind and name."""
+    _load_builtin()
+    order = list(AttentionKind)
+    return tuple(sorted(_ROWS.values(), key=lambda row: (order.index(row.kind), row.name)))
+
+
+def find_rows(name: str) -> tuple[Row, ...]:
+    """The rows called ``name``, one per kind; ``prefill,decode`` names a hybrid. Raises UsageError naming the known rows."""
+    from attnmatrix.harness.hybrid import hybrid_rows
+
+    if "," in name:
+        return hybrid_rows(name)
+    found = tuple(row for row in rows() if row.name == name)
+    if not found:
+        raise UsageError(f"unknown backend {name!r}; known: {', '.join(known_names())}")
+    return found
+
+
+def find_row(name: str, kind: AttentionKind) -> Row:
+    """The row called ``name`` of one kind. Raises UsageError when there is none."""
+    for row in find_rows(name):
+        if row.kind is kind:
+            return row
+    raise UsageError(f"backend {name!r} has no {kind.value} row")
+
+
+def known_names() -> tuple[str, ...]:
+    return tuple(dict.fromkeys(row.name for row in rows()))

@@ -1,0 +1,24 @@
+"""Eager: prepare every batch, then run them one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnmatrix.harness.backend import AttentionBackend
+from attnmatrix.harness.model import TwoLayerModel
+from attnmatrix.harness.runners.recorder import Recorder, StepRun
+from attnmatrix.harness.uninitialised import nan_in_new_tensors
+from attnmatrix.harness.world import World
+
+
+def run_eager(world: World, backend: AttentionBackend) -> Iterator[StepRun]:
+    """Prepare A, prepare B, run A, run B: metadata must not live in one place. Serves eager and verify."""
+    model = TwoLayerModel(world)
+    batches = [world.batch(index) for index in range(len(world.steps))]
+    for batch in batches:
+        backend.prepare_metadata(batch)
+    for index, batch in enumerate(batches):
+        recorder = Recorder(backend, batch, world.conventions)
+        with nan_in_new_tensors():
+            final = model(world.steps[index].hidden, world.steps[index].inputs, recorder)
+        yield StepRun(index, recorder.calls, final)

@@ -1,0 +1,77 @@
+"""What one step of a run left behind: every attention call with its exact inputs and output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attnmatrix.harness.backend import AttentionBackend
+from attnmatrix.harness.batch import Batch
+from attnmatrix.harness.capabilities import Conventions
+from attnmatrix.harness.pools import bits
+
+
+class ContractError(Exception):
+    """A row broke the contract in a way that leaves nothing to compare (wrong shape, dtype or device of an output)."""
+
+
+@dataclass
+class AttentionCall:
+    """One call of ``forward``: inputs as they were before it, inputs as they are after it, output ``[T, Hq, D]``.
+
+    ``raw`` is the tensor the backend returned, before translation; graph runners overwrite it between replays.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    given: tuple[Tensor, Tensor, Tensor]
+    out: Tensor
+    raw: Tensor
+
+    def changed_inputs(self) -> list[str]:
+        """Names of the inputs that the backend modified."""
+        kept = (("q", self.q), ("k", self.k), ("v", self.v))
+        return [name for (name, before), after in zip(kept, self.given, strict=True) if not torch.equal(bits(before.contiguous()), bits(after.contiguous()))]
+
+
+@dataclass
+class StepRun:
+    """One step of the schedule, run. ``replays`` counts graph replays (0 in eager modes)."""
+
+    index: int
+    calls: list[AttentionCall]
+    final: Tensor
+    replays: int = 0
+
+
+@dataclass
+class Recorder:
+    """The attention function handed to the model: calls the backend and records."""
+
+    backend: AttentionBackend
+    batch: Batch
+    conventions: Conventions
+    calls: list[AttentionCall] = field(default_factory=list)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        before = q.clone(), k.clone(), v.clone()
+        raw = self.backend.forward(q, k, v, layer, self.batch)
+        out = translate_output(raw, q, self.conventions)
+        self.calls.append(AttentionCall(layer, *before, (q, k, v), out.clone(), raw))
+        return out
+
+
+def translate_output(raw: Tensor, q: Tensor, conventions: Conventions) -> Tensor:
+    """The backend's output as ``[T, Hq, D]``. Raises ContractError when it is not what the convention declares."""
+    if not isinstance(raw, Tensor):
+        raise ContractError(f"forward returned {type(raw).__name__}, expected a tensor")
+    expected = q.shape if conventions.output == "per_head" else (q.shape[0], q.shape[1] * q.shape[2])
+    if tuple(raw.shape) != tuple(expected):
+        raise ContractError(f"forward returned shape {tuple(raw.shape)}, expected {tuple(expected)} ({conventions.output})")
+    if raw.dtype != q.dtype or raw.device != q.device:
+        raise ContractError(f"forward returned {raw.dtype} on {raw.device}, expected {q.dtype} on {q.device}")
+    return raw.view(q.shape) if conventions.output == "flat" else raw
