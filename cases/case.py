@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 
-from attnmatrix.cases.options import DRAFT_KINDS, DTYPES, KV_DTYPES, Tree, format_trees
+from attnmatrix.cases.options import Tree, format_trees
+from attnmatrix.cases.validity import problem_of
 
 
 class AttentionKind(str, Enum):
@@ -105,46 +106,9 @@ class Case:
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        problem = self._problem()
+        problem = problem_of(self)
         if problem:
             raise ValueError(f"case {self.id}: {problem}")
-
-    def _problem(self) -> str | None:
-        prefix, new, heads = self.prefix_lens, self.new_lens, self.heads
-        if len(prefix) != len(new):
-            return f"{len(prefix)} prefix lengths but {len(new)} new lengths"
-        if min((*prefix, *new), default=0) < 0:
-            return "lengths must be >= 0"
-        if self.page_size < 1:
-            return "page size must be >= 1"
-        if min(heads.q, heads.kv, heads.dim) < 1 or heads.q % heads.kv:
-            return f"query heads must be a positive multiple of key/value heads, got {heads}"
-        if self.dtype not in DTYPES:
-            return f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}"
-        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
-            return f"unknown KV dtype {self.kv_dtype!r}; known: {', '.join(KV_DTYPES)}"
-        if self.draft_kind is not None and self.draft_kind not in DRAFT_KINDS:
-            return f"unknown draft kind {self.draft_kind!r}; known: {', '.join(DRAFT_KINDS)}"
-        if self.window is not None and self.window < 1:
-            return "a window holds at least the query's own key"
-        if self.window_layers not in ("all", "first"):
-            return f"window_layers is 'all' or 'first', got {self.window_layers!r}"
-        if self.forward is ForwardMode.IDLE and new:
-            return "an idle batch has no requests"
-        if self.forward is ForwardMode.DECODE and set(new) - {1}:
-            return "decode computes exactly one new token per request"
-        if self.trees:
-            if self.forward is not ForwardMode.TARGET_VERIFY:
-                return "trees belong to target_verify"
-            if len(self.trees) not in (1, len(new)):
-                return f"{len(self.trees)} trees for {len(new)} requests"
-            for request, length in enumerate(new):
-                tree = self.tree(request)
-                if len(tree) != length:
-                    return f"tree of {len(tree)} nodes for {length} draft tokens of request {request}"
-                if any(not -1 <= parent < node for node, parent in enumerate(tree)):
-                    return "a tree node's parent must come before it (-1 for a root)"
-        return None
 
     @property
     def kv_lens(self) -> tuple[int, ...]:
@@ -197,7 +161,7 @@ class Case:
         if self.window_layers != "all":
             parts.append(f"w{self.window_layers}")
         if self.soft_cap is not None:
-            parts.append(f"cap{self.soft_cap:g}")
+            parts.append("cap" + _format_number(self.soft_cap))
         parts += [flag for flag in ("sinks", "alibi", "strided") if getattr(self, flag)]
         if self.trees:
             parts.append("tree" + format_trees(self.trees))
@@ -206,18 +170,20 @@ class Case:
         if self.kv_dtype is not None:
             parts.append(f"kv{self.kv_dtype}")
         if self.gain != 1.0:
-            parts.append(f"gain{self.gain:g}")
+            parts.append("gain" + _format_number(self.gain))
         if self.state_scale != 0.05:
-            parts.append(f"state{self.state_scale:g}")
+            parts.append("state" + _format_number(self.state_scale))
         if self.seed:
             parts.append(f"s{self.seed}")
         return "-".join(parts)
 
     @cached_property
     def content_hash(self) -> str:
-        """Hash of the fields that differ from their defaults; the name does not count."""
+        """Hash of the fields that differ from their defaults; the name does not count. Equal cases have equal hashes."""
         content = {f.name: getattr(self, f.name) for f in fields(self) if f.compare and getattr(self, f.name) != f.default}
         content["heads"] = str(self.heads)
+        for name in {"soft_cap", "gain", "state_scale"} & content.keys():
+            content[name] = float(content[name])
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -228,6 +194,12 @@ class Case:
     def but(self, **changes: object) -> Case:
         """A copy with some fields changed; the name is dropped unless given."""
         return replace(self, **{"name": "", **changes})  # type: ignore[arg-type]
+
+
+def _format_number(number: float) -> str:
+    """The shortest text that reads back as the same float."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(float(number))
 
 
 def _format_lens(lens: tuple[int, ...]) -> str:

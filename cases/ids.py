@@ -26,7 +26,7 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
     (r"w(\d+)", "window"),
     (r"w(first)", "window_layers"),
     (rf"cap({_NUMBER})", "soft_cap"),
-    (r"tree([r\d._]+)", "trees"),
+    (r"tree([r\d._]*)", "trees"),
     (rf"gain({_NUMBER})", "gain"),
     (rf"state({_NUMBER})", "state_scale"),
     (r"kv(\w+)", "kv_dtype"),

@@ -133,10 +133,10 @@ def score_options() -> tuple[Case, ...]:
 def head_geometries(kind: AttentionKind) -> tuple[Case, ...]:
     """GQA ratios 1, 2, 3, 4, 7, 8 and MQA, head dims 64 to 256, geometries of released models."""
     if kind is AttentionKind.LIGHTNING:
-        heads: tuple[Heads, ...] = tuple(Heads(n, n, 128) for n in (1, 3, 8, 12)) + (Heads(4, 4, 64), Heads(4, 4, 96))
+        heads: tuple[Heads, ...] = (*(Heads(n, n, 128) for n in (1, 3, 8, 12)), Heads(4, 4, 64), Heads(4, 4, 96))
     else:
-        ratios = tuple(Heads(2 * ratio, 2, 64) for ratio in (1, 2, 3, 4, 7, 8)) + (Heads(8, 1, 128),)
-        heads = ratios + (Heads(4, 2, 80), Heads(4, 2, 96)) + DENSE_GEOMETRIES
+        ratios = (Heads(2 * ratio, 2, 64) for ratio in (1, 2, 3, 4, 7, 8))
+        heads = (*ratios, Heads(8, 1, 128), Heads(4, 2, 80), Heads(4, 2, 96), *DENSE_GEOMETRIES)
     cases: list[Case] = []
     for shape in heads:
         cases.append(extend(16, (0, 20), (18, 3), kind, heads=shape, name=f"{shape}_extend"))

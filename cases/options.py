@@ -17,4 +17,4 @@ def format_trees(trees: tuple[Tree, ...]) -> str:
 
 def parse_trees(text: str) -> tuple[Tree, ...]:
     """Inverse of :func:`format_trees`. Raises ValueError for anything else."""
-    return tuple(tuple(-1 if part == "r" else int(part) for part in tree.split(".")) for tree in text.split("_"))
+    return tuple(tuple(-1 if part == "r" else int(part) for part in tree.split(".")) if tree else () for tree in text.split("_"))

@@ -114,10 +114,13 @@ def shared_prefix_len(case: Case) -> int:
 
 
 def with_placements(case: Case) -> tuple[Case, ...]:
-    """The case under every placement that gives a table of its own; the name gets the placement appended."""
+    """The case under every placement that gives a table of its own; the name gets the placement appended.
+
+    Of placements that agree on this case, ``shuffled`` is kept: its pool has spare pages that hold poison.
+    """
     variants: list[Case] = []
     seen: set[tuple[tuple[int, ...], ...]] = set()
-    for placement in Placement:
+    for placement in sorted(Placement, key=lambda placement: placement is not Placement.SHUFFLED):
         variant = case.but(placement=placement, name=f"{case.name}.{placement.value}" if case.name else "")
         if placement is Placement.SHARED and not shared_prefix_len(variant):
             continue

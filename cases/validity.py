@@ -1,0 +1,79 @@
+"""Why a description is no case: the rules that every Case meets."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from attnmatrix.cases.options import DRAFT_KINDS, DTYPES, KV_DTYPES
+
+if TYPE_CHECKING:
+    from attnmatrix.cases.case import Case
+
+
+def problem_of(case: Case) -> str | None:
+    """The first rule that ``case`` breaks, in words; None for a valid case."""
+    return _shape_problem(case) or _option_problem(case) or _kind_problem(case) or _forward_problem(case)
+
+
+def _shape_problem(case: Case) -> str | None:
+    prefix, new, heads = case.prefix_lens, case.new_lens, case.heads
+    if len(prefix) != len(new):
+        return f"{len(prefix)} prefix lengths but {len(new)} new lengths"
+    if min((*prefix, *new), default=0) < 0:
+        return "lengths must be >= 0"
+    if case.page_size < 1:
+        return "page size must be >= 1"
+    if min(heads.q, heads.kv, heads.dim) < 1 or heads.q % heads.kv:
+        return f"query heads must be a positive multiple of key/value heads, got {heads}"
+    return None
+
+
+def _option_problem(case: Case) -> str | None:
+    for label, value, known in (
+        ("dtype", case.dtype, DTYPES),
+        ("KV dtype", case.kv_dtype, (None, *KV_DTYPES)),
+        ("draft kind", case.draft_kind, (None, *DRAFT_KINDS)),
+    ):
+        if value not in known:
+            return f"unknown {label} {value!r}; known: {', '.join(name for name in known if name)}"
+    if case.window is not None and case.window < 1:
+        return "a window holds at least the query's own key"
+    if case.window_layers not in ("all", "first"):
+        return f"window_layers is 'all' or 'first', got {case.window_layers!r}"
+    if case.window_layers == "first" and case.window is None:
+        return "window_layers 'first' needs a window"
+    for label, number in (("soft cap", case.soft_cap), ("gain", case.gain), ("state scale", case.state_scale)):
+        if number is not None and not 0 < number < math.inf:
+            return f"{label} must be positive and finite, got {number}"
+    return f"seed must be >= 0, got {case.seed}" if case.seed < 0 else None
+
+
+def _kind_problem(case: Case) -> str | None:
+    """Options of the scores and of the KV cache mean nothing to a kind that has neither."""
+    if case.kind == "softmax":
+        return None
+    given = {"window": case.window, "soft cap": case.soft_cap, "sinks": case.sinks, "ALiBi": case.alibi, "KV dtype": case.kv_dtype}
+    wrong = [label for label, value in given.items() if value]
+    return f"{case.kind.value} attention has no {', '.join(wrong)}" if wrong else None
+
+
+def _forward_problem(case: Case) -> str | None:
+    new = case.new_lens
+    if case.forward == "idle" and new:
+        return "an idle batch has no requests"
+    if case.forward == "decode" and set(new) - {1}:
+        return "decode computes exactly one new token per request"
+    if not case.trees:
+        return None
+    if case.forward != "target_verify":
+        return "trees belong to target_verify"
+    if len(case.trees) not in (1, len(new)):
+        return f"{len(case.trees)} trees for {len(new)} requests"
+    for request, length in enumerate(new):
+        tree = case.tree(request)
+        if len(tree) != length:
+            return f"tree of {len(tree)} nodes for {length} draft tokens of request {request}"
+        if any(not -1 <= parent < node for node, parent in enumerate(tree)):
+            return "a tree node's parent must come before it (-1 for a root)"
+    return None
