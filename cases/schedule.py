@@ -45,7 +45,7 @@ def schedule(case: Case, mode: RunnerMode) -> Schedule:
         return Schedule((), (Step(case, case.batch_size), Step(vary(case, max(1, case.batch_size), 1), 0)))
     size = case.batch_size
     small, large = size + 1, 2 * size + 2
-    sizes = ((size, 0), (large - 1, 1), (max(1, size - 1), 2), (small + 1, 3), (small, 4), (large, 5))
+    sizes = ((size, 0), (large - 1, 1), (max(1, size - 1), 2), (small, 3), (small, 4), (large, 5))
     batches = [case if salt == 0 else vary(case, count, salt) for count, salt in sizes]
     if mode in (RunnerMode.PCG_EXTEND, RunnerMode.BCG_EXTEND):
         odd, even = [b.num_tokens for b in batches[1::2]], [b.num_tokens for b in batches[0::2]]
@@ -53,9 +53,7 @@ def schedule(case: Case, mode: RunnerMode) -> Schedule:
     captures = (small, large)
     return Schedule(
         captures,
-        tuple(
-            Step(batch, captures[index % 2], "stale" if index in (2, 3, 4) else "production") for index, batch in enumerate(batches)
-        ),
+        tuple(Step(batch, captures[index % 2], "stale" if index in (2, 3, 4) else "production") for index, batch in enumerate(batches)),
     )
 
 
