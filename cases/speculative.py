@@ -37,7 +37,16 @@ def verify_trees(kind: AttentionKind) -> tuple[Case, ...]:
     return (
         verify(16, (14, 31), 6, kind, trees=(SIBLINGS,), draft_kind="eagle", name="tree_siblings"),
         verify(1, (9, 4), 5, kind, trees=(TWO_ROOTS,), draft_kind="eagle", name="tree_two_roots"),
-        extend(16, (18, 5), (5, 2), kind, forward=ForwardMode.TARGET_VERIFY, trees=(TWO_ROOTS, (-1, -1)), draft_kind="eagle", name="tree_ragged"),
+        extend(
+            16,
+            (18, 5),
+            (5, 2),
+            kind,
+            forward=ForwardMode.TARGET_VERIFY,
+            trees=(TWO_ROOTS, (-1, -1)),
+            draft_kind="eagle",
+            name="tree_ragged",
+        ),
     )
 
 

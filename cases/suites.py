@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 
 from attnmatrix.cases import layouts, speculative
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
@@ -12,7 +12,7 @@ from attnmatrix.cases.modes import RunnerMode
 SUPPORTED_MODES = tuple(RunnerMode)
 
 
-@lru_cache(maxsize=None)
+@cache
 def suite(kind: AttentionKind, mode: RunnerMode) -> tuple[Case, ...]:
     """All cases of one kind for one runner mode, each id once; the named variant of a case comes first."""
     unique: dict[str, Case] = {}
@@ -22,7 +22,7 @@ def suite(kind: AttentionKind, mode: RunnerMode) -> tuple[Case, ...]:
     return tuple(unique.values())
 
 
-def find_cases(case: Case) -> tuple[RunnerMode, ...]:
+def modes_of(case: Case) -> tuple[RunnerMode, ...]:
     """The runner modes that can drive a case."""
     return tuple(mode for mode in RunnerMode if case.forward in mode.forward_modes)
 

@@ -8,6 +8,7 @@ from typing import Protocol, Union
 
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.cases.schedule import schedule
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ Claim = Union[Supported, Blocked, Deferred, NotApplicable]
 @dataclass(frozen=True)
 class KnownFault:
     """A fault found in the package. ``finding`` names the reproduction under ``matrix/findings/``, ``diagnosis`` what the
-    harness must say of the failure. A case it applies to must fail, with that diagnosis."""
+    harness must say of the failure. A cell one of whose batches it ``applies`` to must fail, with that diagnosis."""
 
     applies: Callable[[Case, RunnerMode], bool]
     finding: str
@@ -118,32 +119,41 @@ class Claims(Protocol):
         """Whether a request's result does not depend on its neighbours, to the bit."""
         ...
 
-    def claim(self, mode: RunnerMode, case: Case) -> Claim: ...
+    def claim(self, mode: RunnerMode, case: Case, device: str) -> Claim: ...
 
     def known_fault(self, mode: RunnerMode, case: Case) -> KnownFault | None: ...
 
 
-def no_limits(case: Case) -> Blocked | None:
-    """The package takes every case."""
-    return None
+def no_limits(case: Case) -> None:
+    """Every case is taken."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """A row's claims: per runner mode (unlisted: supported), per case, and the faults found."""
+    """A row's claims: per runner mode (unlisted: supported), per case, and the faults found.
+
+    ``why_not`` gives the package's limits: :class:`Blocked` where it refuses, :class:`NotApplicable` where its signature has
+    no argument for what the case asks. ``interpreter_limits`` are those of Triton's interpreter, met on a CPU only; they
+    say nothing about the package.
+    """
 
     modes: Mapping[RunnerMode, Claim] = field(default_factory=dict)
-    why_not: Callable[[Case], Blocked | None] = no_limits
+    why_not: Callable[[Case], Claim | None] = no_limits
+    interpreter_limits: Callable[[Case], Blocked | None] = no_limits
     known_faults: tuple[KnownFault, ...] = ()
     deterministic: bool = True
     batch_invariant: bool = False
 
-    def claim(self, mode: RunnerMode, case: Case) -> Claim:
-        """The claim for one cell: the mode's, narrowed by the package's own limits on the case."""
+    def claim(self, mode: RunnerMode, case: Case, device: str) -> Claim:
+        """The claim for one cell on a ``device`` type: the mode's, narrowed by the package's limits and the interpreter's."""
         claim = self.modes.get(mode, Supported())
         if isinstance(claim, Supported):
-            return self.why_not(case) or claim
+            claim = self.why_not(case) or claim
+        if isinstance(claim, Supported) and device == "cpu":
+            claim = self.interpreter_limits(case) or claim
         return claim
 
     def known_fault(self, mode: RunnerMode, case: Case) -> KnownFault | None:
-        return next((fault for fault in self.known_faults if fault.applies(case, mode)), None)
+        """The first fault that applies to the case or to a batch derived from it."""
+        batches = (case, *schedule(case, mode).batches)
+        return next((fault for fault in self.known_faults if any(fault.applies(batch, mode) for batch in batches)), None)

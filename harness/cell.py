@@ -7,11 +7,11 @@ import traceback
 from dataclasses import dataclass, field
 
 import torch
-
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.capabilities import Blocked, Claim, Deferred, KnownFault, NotApplicable, Supported
 from attnmatrix.harness.guards import Guards
+from attnmatrix.harness.interpreter import prepare_triton
 from attnmatrix.harness.probes import PEAKED, Probe
 from attnmatrix.harness.refusal import why_not_a_refusal
 from attnmatrix.harness.registry import Row
@@ -55,7 +55,7 @@ class CellResult:
 def run_cell(row: Row, mode: RunnerMode, case: Case, device: torch.device) -> CellResult:
     """Drive one row through one mode on one case and hold the outcome against the row's claim."""
     begin = time.perf_counter()
-    claim = row.capabilities.claim(mode, case)
+    claim = row.capabilities.claim(mode, case, device.type)
     if isinstance(claim, NotApplicable):
         holds = claim.check()
         status, reason = ("n/a", claim.reason) if holds else ("fail", f"declared n/a ({claim.reason}), but the check does not find it so")
@@ -68,6 +68,7 @@ def run_cell(row: Row, mode: RunnerMode, case: Case, device: torch.device) -> Ce
 
 def run_probe(row: Row, mode: RunnerMode, case: Case, device: torch.device, probe: Probe) -> ProbeResult:
     """Build the world, run every step of the schedule and judge each right after it ran."""
+    prepare_triton(device, row.interpreted)
     world = World(case, mode, probe, row.conventions, device)
     guards = Guards(world)
     verdicts: list[StepVerdict] = []
@@ -80,8 +81,8 @@ def run_probe(row: Row, mode: RunnerMode, case: Case, device: torch.device, prob
     except Exception as error:
         return ProbeResult(probe.name, tuple(verdicts), replays, error=error, untouched=not guards.untouched())
     if len(verdicts) != len(world.steps):
-        error = ContractError(f"{len(verdicts)} of {len(world.steps)} batches were run")
-        return ProbeResult(probe.name, tuple(verdicts), replays, error=error)
+        short = ContractError(f"{len(verdicts)} of {len(world.steps)} batches were run")
+        return ProbeResult(probe.name, tuple(verdicts), replays, error=short)
     return ProbeResult(probe.name, tuple(verdicts), replays)
 
 

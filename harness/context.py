@@ -9,9 +9,8 @@ from attnmatrix.cases.case import AttentionKind, ForwardMode, Heads
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
-
     from attnmatrix.harness.pools import KVPool, StatePool
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from attnmatrix.cases.case import AttentionKind, ForwardMode
 from attnmatrix.harness.baseline import softmax_baseline
 from attnmatrix.harness.runners.recorder import AttentionCall
@@ -14,6 +12,7 @@ from attnmatrix.harness.world import StepData, World
 from attnmatrix.references.decayed_state import decayed_state_attention
 from attnmatrix.references.softmax import softmax_attention
 from attnmatrix.references.visibility import key_positions, query_positions, visible_keys
+from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from attnmatrix.harness.context import Context
 from attnmatrix.harness.registry import Row, UsageError, find_rows
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from attnmatrix.cases.case import Case
     from attnmatrix.harness.batch import Batch
+    from torch import Tensor
 
 DECODE_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
 """Forward modes of the decode side; extend, mixed, idle and draft_extend belong to the prefill side."""
@@ -67,8 +66,8 @@ class PairCapabilities:
     def batch_invariant(self) -> bool:
         return self.prefill.batch_invariant and self.decode.batch_invariant
 
-    def claim(self, mode: RunnerMode, case: Case) -> Claim:
-        return self._side(case).claim(mode, case)
+    def claim(self, mode: RunnerMode, case: Case, device: str) -> Claim:
+        return self._side(case).claim(mode, case, device)
 
     def known_fault(self, mode: RunnerMode, case: Case) -> KnownFault | None:
         return self._side(case).known_fault(mode, case)
@@ -108,6 +107,7 @@ def _pair(name: str, prefill: Row, decode: Row) -> Row:
         interpreted=prefill.interpreted or decode.interpreted,
         summary=f"prefill by {prefill.name}, decode by {decode.name}",
         source=prefill.source,
+        more_sources=(decode.source,),
     )
 
 

@@ -91,7 +91,16 @@ class StatePool:
     """
 
     def __init__(
-        self, slots: int, heads: int, dim: int, layers: int, dtype: torch.dtype, device: torch.device, layout: str, max_reqs: int, drafts: int
+        self,
+        slots: int,
+        heads: int,
+        dim: int,
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: str,
+        max_reqs: int,
+        drafts: int,
     ) -> None:
         self.layout, self.dtype, self.num_slots = layout, dtype, slots
         live = [Fenced((slots, heads, dim, dim), dtype, device) for _ in range(layers)]

@@ -44,6 +44,7 @@ class Row:
     dtypes: tuple[str, ...] | None = None
     summary: str = ""
     source: str = ""
+    more_sources: tuple[str, ...] = ()  # of a pair's other side
 
     def version(self, distribution: str) -> str | None:
         """Installed version, or None when the distribution is absent."""

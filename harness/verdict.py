@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from attnmatrix.harness.expected import Quantity, expected_quantities
 from attnmatrix.harness.guards import Guards
 from attnmatrix.harness.measure import Measurement, measure
 from attnmatrix.harness.runners.recorder import AttentionCall, StepRun
 from attnmatrix.harness.world import StepData, World
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,15 @@ def judge_step(world: World, run: StepRun, guards: Guards) -> StepVerdict:
             if actual is not None:
                 measurements.append(
                     measure(
-                        name, run.index, call.layer, quantity.labels, actual, quantity.reference, quantity.baseline,
-                        quantity.conditioning, world.dtype,
+                        name,
+                        run.index,
+                        call.layer,
+                        quantity.labels,
+                        actual,
+                        quantity.reference,
+                        quantity.baseline,
+                        quantity.conditioning,
+                        world.dtype,
                     )  # fmt: skip
                 )
     if not bool(torch.isfinite(run.final).all()):

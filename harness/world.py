@@ -6,8 +6,6 @@ import random
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.placement import PoolPlan, plan_pool, shared_prefix_len
@@ -19,6 +17,7 @@ from attnmatrix.harness.dtypes import TORCH_DTYPES
 from attnmatrix.harness.pools import KVPool, StatePool
 from attnmatrix.harness.probes import Probe, fill_keys, fill_states, fill_values, peaked
 from attnmatrix.references.slopes import alibi_slopes, lightning_slopes
+from torch import Tensor
 
 NUM_LAYERS = 2
 HIDDEN = 64  # width of the two-layer model's residual stream
@@ -124,9 +123,7 @@ class World:
             slopes = torch.stack(per_layer).float().to(self.device)
         else:
             kv_dtype = TORCH_DTYPES[case.kv_dtype] if case.kv_dtype else self.dtype
-            kv = KVPool(
-                self.pool_plan.num_pages, case.page_size, heads.kv, heads.dim, NUM_LAYERS, kv_dtype, self.device, layout.kv_layout
-            )
+            kv = KVPool(self.pool_plan.num_pages, case.page_size, heads.kv, heads.dim, NUM_LAYERS, kv_dtype, self.device, layout.kv_layout)
         less = 1 if layout.window == "exclusive" else 0
         windows = [case.layer_window(layer) for layer in range(NUM_LAYERS)]
         return Context(
@@ -266,4 +263,3 @@ def draft_tree(case: Case, device: torch.device) -> DraftTree:
     trees = tuple(case.tree(request) for request in range(case.batch_size))
     ancestors = torch.tensor(rows, dtype=torch.bool, device=device).view(len(rows), widest)
     return DraftTree(trees, ancestors, case.draft_kind)
-

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from attnmatrix.cases.case import Case
+from torch import Tensor
 
 
 def query_positions(case: Case, request: int, device: torch.device | str = "cpu") -> Tensor:

@@ -12,9 +12,8 @@ from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from attnmatrix.harness.batch import Batch
+    from torch import Tensor
 
 CHUNK = 32
 
@@ -102,9 +101,7 @@ class TorchLightning(AttentionBackend):
         pool.copy_(torch.where(hit.any(dim=0)[:, None, None, None], chosen, pool))
         return (torch.einsum("rhd,rhde->rhe", q.float(), after) * self.context.scale).to(q.dtype)
 
-    def _verify(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, slopes: Tensor, batch: Batch, meta: LightningMetadata
-    ) -> Tensor:
+    def _verify(self, q: Tensor, k: Tensor, v: Tensor, layer: int, slopes: Tensor, batch: Batch, meta: LightningMetadata) -> Tensor:
         """Closed form: token i is the decayed initial state plus the decayed contributions of its ancestors."""
         states = self.context.states
         assert states is not None and meta.parents_seen is not None
@@ -155,7 +152,7 @@ class TorchLightning(AttentionBackend):
     def prepare_for_replay(self, batch: Batch) -> None:
         static, fresh = self._static[batch.padded_reqs], batch.attn_metadata
         static.state_indices.copy_(fresh.state_indices)
-        if fresh.parents_seen is not None:
+        if static.parents_seen is not None and fresh.parents_seen is not None:
             static.parents_seen.copy_(fresh.parents_seen)
 
 

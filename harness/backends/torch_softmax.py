@@ -12,9 +12,8 @@ from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from attnmatrix.harness.batch import Batch
+    from torch import Tensor
 
 
 @dataclass
@@ -113,22 +112,26 @@ class TorchSoftmax(AttentionBackend):
         keys, values = keys.masked_fill(dead, 0.0), values.masked_fill(dead, 0.0)
         group = q.shape[2] // keys.shape[2]
         keys, values = (t.repeat_interleave(group, dim=2).transpose(1, 2) for t in (keys, values))
-        bias = torch.zeros(visible[:, None].shape, dtype=torch.float32, device=q.device)
-        if context.alibi_slopes is not None:
-            bias = context.alibi_slopes[None, :, None, None] * distance[:, None]
-        bias = bias.masked_fill(~visible[:, None], float("-inf"))
-        if context.sinks is not None:
-            sink = context.sinks[None, :, None, None].expand(q.shape[0], q.shape[2], q.shape[1], 1)
-            bias = torch.cat([bias.expand(-1, q.shape[2], -1, -1), sink], dim=-1)
-            keys, values = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (keys, values))
         query = q.transpose(1, 2)
-        if context.soft_cap is not None:
-            score = (query.float() @ keys.float().transpose(-1, -2)) * context.scale
-            weight = torch.softmax(context.soft_cap * torch.tanh(score / context.soft_cap) + bias, dim=-1)
-            out = (weight.to(q.dtype) @ values).to(q.dtype)
+        if context.soft_cap is None and context.sinks is None and context.alibi_slopes is None:
+            out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible[:, None], scale=context.scale)
         else:
-            out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias.to(q.dtype), scale=context.scale)
+            out = self._explicit(query, keys, values, visible[:, None], distance[:, None])
         return out.transpose(1, 2)
+
+    def _explicit(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, distance: Tensor) -> Tensor:
+        """Score options that SDPA lacks, scores in float32: ``q``, ``keys``, ``values`` ``[R, Hq, n or L, D]``."""
+        context = self.context
+        score = (q.float() @ keys.float().transpose(-1, -2)) * context.scale
+        if context.soft_cap is not None:
+            score = context.soft_cap * torch.tanh(score / context.soft_cap)
+        if context.alibi_slopes is not None:
+            score = score + context.alibi_slopes[None, :, None, None] * distance
+        score = score.masked_fill(~visible, float("-inf"))
+        if context.sinks is not None:
+            score = torch.cat([score, context.sinks[None, :, None, None].expand(*score.shape[:-1], 1)], dim=-1)
+        weight = torch.softmax(score, dim=-1)[..., : keys.shape[2]]
+        return weight.to(q.dtype) @ values
 
     def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
         context, width = self.context, self.context.tokens_per_request

@@ -1,0 +1,3 @@
+"""Loads the plugin that collects the cells."""
+
+pytest_plugins = ["attnmatrix.matrix.pytest_plugin"]

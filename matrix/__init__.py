@@ -1,0 +1,1 @@
+"""What came out: evidence, statuses, rendering, command line, pytest plugin. Imports all other packages."""

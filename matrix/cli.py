@@ -1,0 +1,185 @@
+"""The command line: ``attnmatrix list | run | render | explain | compare | new-backend``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from attnmatrix.harness.registry import UsageError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+listing = typer.Typer(no_args_is_help=True, help="List what is known: backends, modes, cases.")
+app.add_typer(listing, name="list")
+
+Names = Annotated[list[str] | None, typer.Option()]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+EvidenceDir = Annotated[Path | None, typer.Option(help="evidence file or folder; default: the committed one")]
+
+
+def _print(rows: list[dict[str, object]], as_json: bool, key: str) -> None:
+    from tabulate import tabulate
+
+    typer.echo(json.dumps({key: rows}) if as_json else tabulate(rows, headers="keys"))
+
+
+@listing.command("backends")
+def list_backends(as_json: Json = False, plugin: Names = None) -> None:
+    """The rows: kind, packages with their installed versions, devices."""
+    from attnmatrix.matrix.selection import Selection
+
+    found: list[dict[str, object]] = []
+    for row in Selection(plugins=tuple(plugin or ())).rows():
+        packages = ", ".join(f"{name} {row.version(name) or 'not installed'}" for name in row.distributions)
+        where = "/".join(row.devices) + (" (interpreted on cpu)" if row.interpreted else "")
+        found.append({"backend": row.name, "kind": row.kind.value, "packages": packages, "devices": where, "what": row.summary})
+    _print(found, as_json, "backends")
+
+
+@listing.command("modes")
+def list_modes(as_json: Json = False) -> None:
+    """The runner modes: the columns."""
+    from attnmatrix.cases.modes import RunnerMode
+    from attnmatrix.harness.adapted_modes import ADAPTED_MODES
+
+    _print(
+        [
+            {"mode": m.value, "column": m.column, "drives": "/".join(f.value for f in m.forward_modes), "adapter": "yes" if m in ADAPTED_MODES else "not yet"}
+            for m in RunnerMode
+        ],
+        as_json,
+        "modes",
+    )  # fmt: skip
+
+
+@listing.command("cases")
+def list_cases(as_json: Json = False, mode: Names = None) -> None:
+    """The cases of each kind and mode."""
+    from attnmatrix.cases.case import AttentionKind
+    from attnmatrix.cases.suites import suite
+    from attnmatrix.matrix.selection import parse_modes
+
+    found: dict[str, dict[str, object]] = {}
+    for kind in AttentionKind:
+        for runner in parse_modes(tuple(mode or ())):
+            for case in suite(kind, runner):
+                entry = found.setdefault(case.id, {"case": case.id, "name": case.name, "kind": kind.value, "modes": ""})
+                entry["modes"] = f"{entry['modes']} {runner.value}".strip()
+    _print(list(found.values()), as_json, "cases")
+
+
+@app.command()
+def run(
+    backend: Annotated[list[str] | None, typer.Option(help="row, or pair 'prefill,decode'; repeatable")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="runner mode; repeatable")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="case id or name; repeatable")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda")] = None,
+    workers: Annotated[int, typer.Option("-n", min=0, help="worker processes; 0 runs in this one")] = 0,
+    full: Annotated[bool, typer.Option("--full", help="interpreted rows run every case")] = False,
+    evidence: Annotated[Path | None, typer.Option(help="write the records to this file")] = None,
+    plugin: Annotated[list[str] | None, typer.Option(help="Python file with more rows; repeatable")] = None,
+) -> None:
+    """Run cells and say whether each is as its row declares (exit 0) or not (exit 1)."""
+    from attnmatrix.matrix.environment import resolve_device
+    from attnmatrix.matrix.selection import Selection
+
+    where = resolve_device(device)
+    chosen = Selection(tuple(backend or ()), tuple(mode or ()), tuple(case or ()), where, full, tuple(plugin or ()))
+    cells = chosen.cells()
+    if not cells:
+        raise UsageError("no cell to run: " + ("; ".join(chosen.not_run()) or "no case of this kind belongs to this mode"))
+    if evidence is not None and not (evidence.parent.is_dir() or str(evidence.parent) == "."):
+        evidence.parent.mkdir(parents=True)
+    raise typer.Exit(_pytest(chosen, workers, evidence))
+
+
+def _pytest(chosen: object, workers: int, evidence: Path | None) -> int:
+    import pytest
+    from attnmatrix.matrix.selection import Selection
+
+    assert isinstance(chosen, Selection)
+    target = Path(__file__).with_name("test_cells.py")
+    arguments = ["-q", "--import-mode=importlib", "-p", "attnmatrix.matrix.pytest_plugin", "--device", chosen.device]
+    for option, values in (
+        ("--backend", chosen.backends),
+        ("--mode", chosen.modes),
+        ("--case", chosen.cases),
+        ("--plugin", chosen.plugins),
+    ):
+        arguments += [word for value in values for word in (option, value)]
+    arguments += ["--full"] if chosen.full else []
+    arguments += ["--evidence", str(evidence)] if evidence else []
+    arguments += ["-n", str(workers)] if workers else []
+    code = int(pytest.main([*arguments, str(target)]))
+    return {0: 0, 1: 1, 2: 130}.get(code, 2)
+
+
+@app.command()
+def render(
+    evidence: EvidenceDir = None,
+    out: Annotated[Path | None, typer.Option(help="file to write; default: the committed MATRIX.md")] = None,
+    check: Annotated[bool, typer.Option("--check", help="write nothing; exit 1 when the file differs")] = False,
+) -> None:
+    """Regenerate MATRIX.md from evidence."""
+    from attnmatrix.matrix.evidence_file import COMMITTED, read
+    from attnmatrix.matrix.render import MATRIX_FILE, render_matrix
+
+    target = out or MATRIX_FILE
+    text = render_matrix(read(evidence or COMMITTED))
+    if check:
+        if not target.is_file() or target.read_text() != text:
+            typer.echo(f"{target} differs from what the evidence renders; run 'attnmatrix render'", err=True)
+            raise typer.Exit(1)
+        typer.echo(f"{target} is what the evidence renders")
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+    typer.echo(f"wrote {target}")
+
+
+@app.command()
+def explain(
+    case: str, mode: Annotated[str | None, typer.Option(help="runner mode; default: the first that drives the case")] = None
+) -> None:
+    """Show a case's layout as text: tables, masks, which token sees what."""
+    from attnmatrix.cases.suites import modes_of
+    from attnmatrix.matrix.explain import explain_case
+    from attnmatrix.matrix.selection import find_cases, parse_modes
+
+    texts = [explain_case(found, parse_modes((mode,))[0] if mode else modes_of(found)[0]) for found in find_cases(case)]
+    typer.echo("\n\n".join(texts))
+
+
+@app.command()
+def compare(old: Path, new: Path, as_json: Json = False) -> None:
+    """What changed between two evidence sets; exit 1 on a regression."""
+    from attnmatrix.matrix.compare import compare_evidence
+    from attnmatrix.matrix.evidence_file import read
+
+    changes = compare_evidence(read(old), read(new))
+    if as_json:
+        typer.echo(json.dumps({"changes": [change.as_dict() for change in changes]}))
+    else:
+        for change in changes:
+            typer.echo(change.line())
+        typer.echo(f"{len(changes)} cells changed, {sum(change.regression for change in changes)} regressions")
+    raise typer.Exit(1 if any(change.regression for change in changes) else 0)
+
+
+@app.command("new-backend")
+def new_backend(name: str, out: Annotated[Path | None, typer.Option(help="file to write; default: NAME.py")] = None) -> None:
+    """Write a row to fill in."""
+    from attnmatrix.matrix.scaffold import write_row
+
+    typer.echo(write_row(name, out))
+
+
+def main() -> None:
+    """Entry point: usage errors become one line and exit code 2."""
+    try:
+        app()
+    except UsageError as error:
+        typer.echo(f"attnmatrix: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,73 @@
+"""Evidence files: JSON lines, written whole or not at all, merged by key."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from attnmatrix.harness.registry import UsageError
+from attnmatrix.matrix.record import Record
+
+COMMITTED = Path(__file__).resolve().parent / "evidence"
+
+_decoder = msgspec.json.Decoder(Record)
+_encoder = msgspec.json.Encoder(order="deterministic")
+
+
+def read_file(path: Path) -> list[Record]:
+    """Records of one file. Raises UsageError naming file and line when it is not whole."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UsageError(f"cannot read evidence {str(path)!r}: {error.strerror}") from error
+    if lines[-1]:
+        raise UsageError(f"evidence {str(path)!r} is truncated: line {len(lines)} does not end")
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            records.append(_decoder.decode(line))
+        except msgspec.DecodeError as error:
+            raise UsageError(f"evidence {str(path)!r}, line {number}: {error}") from error
+    return records
+
+
+def read(path: Path) -> list[Record]:
+    """Records of one file, or of all ``*.jsonl`` of a folder. Raises UsageError when there is nothing to read."""
+    if not path.is_dir():
+        return read_file(path)
+    files = sorted(path.glob("*.jsonl"))
+    if not files:
+        raise UsageError(f"no evidence (*.jsonl) in {str(path)!r}")
+    return merge([record for file in files for record in read_file(file)])
+
+
+def merge(records: Iterable[Record]) -> list[Record]:
+    """One record per key, the latest; two different statuses of the same code under one key make it ``flaky``."""
+    latest: dict[tuple[object, ...], Record] = {}
+    for record in records:
+        known = latest.get(record.key)
+        if known is not None and known.utc > record.utc:
+            known, record = record, known
+        if known is not None and known.fingerprint == record.fingerprint and known.status != record.status:
+            reason = f"{known.status} at {known.utc}, {record.status} at {record.utc}"
+            record = msgspec.structs.replace(record, status="flaky", reason=reason)
+        latest[record.key] = record
+    return sorted(latest.values(), key=lambda record: tuple(map(str, record.key)))
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Write records to ``path`` in key order; a reader sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            for record in merge(records):
+                stream.write(_encoder.encode(record) + b"\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,141 @@
+"""The pytest plugin: options, collection of cells, records from workers, evidence at the end, a summary in the terminal."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from attnmatrix.harness.registry import UsageError
+from attnmatrix.matrix.environment import resolve_device
+from attnmatrix.matrix.selection import CellId, Selection
+
+TOP = Path(__file__).resolve().parent.parent
+OURS = tuple(TOP / name for name in ("cases", "references", "harness", "matrix"))
+
+
+class _RecordKey:
+    """How a record travels in a report's user properties, through worker processes too."""
+
+    name = "attnmatrix-record"
+
+    def pair(self, record: Any) -> tuple[str, str]:
+        return self.name, msgspec.json.encode(record).decode()
+
+
+RECORD_KEY = _RecordKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("attnmatrix", "attention capability matrix")
+    group.addoption("--backend", action="append", default=[], metavar="B", help="only this row, or pair 'prefill,decode' (repeatable)")
+    group.addoption("--mode", action="append", default=[], metavar="M", help="only this runner mode (repeatable)")
+    group.addoption("--case", action="append", default=[], metavar="ID", help="only this case, by id or name (repeatable)")
+    group.addoption("--device", default=None, metavar="D", help="cpu or cuda (default: cuda where there is one)")
+    group.addoption("--full", action="store_true", help="interpreted rows run every case, not a pairwise-covering subset")
+    group.addoption("--evidence", default=None, metavar="FILE", help="write the run's records to FILE (JSON lines)")
+    group.addoption("--plugin", action="append", default=[], metavar="FILE", help="load rows from a Python file (repeatable)")
+
+
+def selection(config: pytest.Config) -> Selection:
+    """The cells that the command line asks for. Raises UsageError for a name that does not exist."""
+    option = config.getoption
+    return Selection(
+        backends=tuple(option("--backend")),
+        modes=tuple(option("--mode")),
+        cases=tuple(option("--case")),
+        device=resolve_device(option("--device")),
+        full=bool(option("--full")),
+        plugins=tuple(option("--plugin")),
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Records(config), "attnmatrix-records")
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Our packages are imported as ``attnmatrix.*`` only; pytest must not import their ``__init__`` under a bare name."""
+    return pytest.Dir.from_parent(parent, path=path) if path in OURS else None
+
+
+class _CellsModule(pytest.Module):
+    """``matrix/test_cells.py`` under its real name."""
+
+    def _getobj(self) -> Any:
+        return importlib.import_module("attnmatrix.matrix.test_cells")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if module_path == TOP / "matrix" / "test_cells.py":
+        return _CellsModule.from_parent(parent, path=module_path)  # type: ignore[no-any-return]
+    return None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" in metafunc.fixturenames and metafunc.function.__module__ == "attnmatrix.matrix.test_cells":
+        try:
+            cells = selection(metafunc.config).cells()
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from error
+        metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells])
+
+
+@pytest.fixture(scope="session")
+def cell_device(request: pytest.FixtureRequest) -> str:
+    """``cpu`` or ``cuda``."""
+    return resolve_device(request.config.getoption("--device"))
+
+
+class Records:
+    """Gathers the records of a session on its controlling process."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.is_worker = hasattr(config, "workerinput")
+        self.encoded: list[str] = []
+        self.crashed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and not self.is_worker:
+            self.encoded += [str(value) for name, value in report.user_properties if name == RECORD_KEY.name]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str) -> None:
+        self.crashed.append(crashitem)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None, object, object]:
+        records = self.all_records()
+        path = self.config.getoption("--evidence")
+        if path and (records or self.crashed):
+            from attnmatrix.matrix.evidence_file import write
+
+            write(Path(path), records)
+        if records:
+            from attnmatrix.matrix.summary import summary_lines
+
+            terminalreporter.section("capability matrix")
+            for line in (*summary_lines(records), *selection(self.config).not_run()):
+                terminalreporter.write_line(line)
+            if path:
+                terminalreporter.write_line(f"{len(records)} records written to {path}")
+        return (yield)
+
+    def all_records(self) -> list[Any]:
+        """Records of all cells that ran, those whose process died included."""
+        if self.is_worker or not (self.encoded or self.crashed):
+            return []
+        from attnmatrix.matrix.record import Record
+        from attnmatrix.matrix.run import crash_record
+
+        records = [msgspec.json.decode(text, type=Record) for text in self.encoded]
+        if self.crashed:
+            chosen = selection(self.config)
+            by_id: dict[str, CellId] = {cell.id: cell for cell in chosen.cells()}
+            names = [item.partition("[")[2].removesuffix("]") for item in self.crashed]
+            records += [crash_record(by_id[name], chosen.device) for name in names if name in by_id]
+        return records

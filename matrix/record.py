@@ -1,0 +1,174 @@
+"""The record of one cell's run: what evidence files hold, one JSON object a line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from attnmatrix.cases.case import AttentionKind, Case
+from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.harness.cell import CellResult, ProbeResult
+from attnmatrix.harness.measure import Measurement
+from attnmatrix.matrix.environment import Environment
+
+
+class Worst(msgspec.Struct, frozen=True):
+    """The row with the largest error/limit ratio of one quantity under one probe, with all that its limit was made of."""
+
+    quantity: str
+    step: int
+    layer: int
+    rows: int
+    ratio: float | None  # None: not finite
+    error: float | None
+    limit: float
+    baseline: float
+    median: float
+    uninformative: int
+    where: str
+
+
+class ProbeRecord(msgspec.Struct, frozen=True):
+    """One probe: the worst row of each quantity, what the guards said, and the exception's text if one ended it."""
+
+    name: str
+    worst: list[Worst]
+    problems: list[str]
+    error: str = ""
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One run of one case by one row in one mode. ``case_hash`` with row, mode, device, graph kind and versions is the key."""
+
+    backend: str
+    mode: str
+    kind: str
+    status: str
+    case: str
+    case_hash: str
+    case_name: str
+    device: str
+    capability: str
+    graph: str
+    versions: dict[str, str]
+    reason: str
+    diagnosis: str
+    details: list[str]
+    margin: float | None
+    probes: list[ProbeRecord]
+    controls: dict[str, tuple[int, int]]  # kind -> rejected, tried
+    replays: int
+    fingerprint: str
+    python: str
+    torch: str
+    triton: str
+    driver: str
+    revision: str
+    dirty: bool
+    utc: str
+    seconds: float
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        versions = tuple(sorted(self.versions.items()))
+        return (self.kind, self.backend, self.mode, self.case_hash, self.device, self.capability, self.graph, versions)
+
+
+def make_record(result: CellResult, kind: AttentionKind, versions: dict[str, str], environment: Environment, fingerprint: str) -> Record:
+    """The record of a finished cell."""
+    margins = [v.margin for probe in result.probes for v in probe.verdicts]
+    margin = max(margins, default=None) if margins else None
+    graphs = [probe.graph for probe in result.probes if probe.graph != "none"]
+    return Record(
+        **_identity(result.row, result.mode, result.case, kind, environment, versions),
+        status=result.status,
+        graph=graphs[0] if graphs else "none",
+        reason=result.reason,
+        diagnosis=result.diagnosis,
+        details=list(result.details),
+        margin=_finite(margin),
+        probes=[_probe(probe) for probe in result.probes],
+        controls={},
+        replays=sum(probe.replays for probe in result.probes),
+        fingerprint=fingerprint,
+        seconds=round(result.seconds, 4),
+    )
+
+
+def make_crash_record(
+    row: str, mode: RunnerMode, case: Case, kind: AttentionKind, versions: dict[str, str], environment: Environment, fingerprint: str
+) -> Record:
+    """The record of a cell whose process died."""
+    return Record(
+        **_identity(row, mode, case, kind, environment, versions),
+        status="crash",
+        graph="none",
+        reason="the process died while this case ran",
+        diagnosis="",
+        details=[],
+        margin=None,
+        probes=[],
+        controls={},
+        replays=0,
+        fingerprint=fingerprint,
+        seconds=0.0,
+    )
+
+
+def _identity(
+    row: str, mode: RunnerMode, case: Case, kind: AttentionKind, environment: Environment, versions: dict[str, str]
+) -> dict[str, Any]:
+    return {
+        "backend": row,
+        "mode": mode.value,
+        "kind": kind.value,
+        "case": case.id,
+        "case_hash": case.content_hash,
+        "case_name": case.name,
+        "versions": versions,
+        "utc": environment.now(),
+        **environment.stamp(),
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or value == float("inf") else _rounded(value)
+
+
+def _probe(probe: ProbeResult) -> ProbeRecord:
+    worst: dict[str, Worst] = {}
+    for verdict in probe.verdicts:
+        for measurement in verdict.measurements:
+            if measurement.error.numel():
+                found = _worst(measurement)
+                known = worst.get(found.quantity)
+                if known is None or _rank(found) > _rank(known):
+                    worst[found.quantity] = found
+    problems = [problem for verdict in probe.verdicts for problem in verdict.problems]
+    error = f"{type(probe.error).__name__}: {probe.error}" if probe.error is not None else ""
+    return ProbeRecord(probe.probe, list(worst.values()), problems[:20], error[:2000])
+
+
+def _rank(worst: Worst) -> float:
+    return float("inf") if worst.ratio is None else worst.ratio
+
+
+def _worst(m: Measurement) -> Worst:
+    row = m.worst
+    return Worst(
+        quantity=m.quantity,
+        step=m.step,
+        layer=m.layer,
+        rows=m.error.numel(),
+        ratio=_finite(float(m.ratio[row])),
+        error=_finite(float(m.error[row])),
+        limit=_rounded(float(m.limit[row])),
+        baseline=_rounded(float(m.baseline[row])),
+        median=_rounded(float(m.baseline.median())),
+        uninformative=m.uninformative,
+        where=m.where(row),
+    )

@@ -1,0 +1,135 @@
+"""MATRIX.md from evidence."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from attnmatrix.cases.case import AttentionKind
+from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.harness.registry import rows
+from attnmatrix.matrix.record import Record
+from attnmatrix.matrix.run import current_fingerprints
+from attnmatrix.matrix.status import AS_DECLARED, ORDER, Cell, short_device, summarise
+
+HERE = Path(__file__).resolve().parent
+MATRIX_FILE = HERE / "MATRIX.md"
+
+
+@dataclass(frozen=True)
+class Table:
+    """One attention kind: its rows, each with one text per runner mode."""
+
+    kind: str
+    rows: list[tuple[str, list[str]]]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why cases are not plain passes: one line for each distinct reason of a row and mode."""
+
+    row: str
+    mode: str
+    device: str
+    status: str
+    count: int
+    reason: str
+    diagnosis: str
+    example: str
+
+
+def render_matrix(records: Sequence[Record]) -> str:
+    """The whole page; every cell comes from ``records``, rows without any show ``–``."""
+    present = current_fingerprints(rows())
+    statuses = [_status(record, present) for record in records]
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
+    return environment.get_template("matrix.md.j2").render(
+        modes=list(RunnerMode),
+        tables=_tables(records, statuses),
+        margins=_margins(records, statuses),
+        reasons=_reasons(records, statuses),
+        environments=_environments(records),
+        total=len(records),
+        declared=sum(status in AS_DECLARED for status in statuses),
+    )
+
+
+def _status(record: Record, present: dict[tuple[AttentionKind, str, RunnerMode], str]) -> str:
+    """The record's status, ``stale`` for a verdict of other code; a row that is not registered here cannot be checked."""
+    current = present.get((AttentionKind(record.kind), record.backend, RunnerMode(record.mode)))
+    return record.status if current in (None, record.fingerprint) else "stale"
+
+
+def _tables(records: Sequence[Record], statuses: Sequence[str]) -> list[Table]:
+    grouped = _cells(records, statuses)
+    tables = []
+    for kind in AttentionKind:
+        names = {row.name: None for row in rows() if row.kind is kind} | {r.backend: None for r in records if r.kind == kind.value}
+        body = []
+        for name in names:
+            texts = []
+            for mode in RunnerMode:
+                found = grouped.get((kind.value, name, mode.value), [])
+                texts.append("<br>".join(cell.text() for cell in found) or "–")
+            body.append((name, texts))
+        tables.append(Table(kind.value, body))
+    return tables
+
+
+def _cells(records: Sequence[Record], statuses: Sequence[str]) -> dict[tuple[str, str, str], list[Cell]]:
+    """Cells by kind, row and mode: one for each device, GPUs first."""
+    groups: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, record in enumerate(records):
+        groups[record.kind, record.backend, record.mode][record.device].append(index)
+    return {
+        key: [
+            summarise([records[i] for i in indices], [statuses[i] for i in indices])
+            for device, indices in sorted(devices.items(), key=lambda item: (item[0] == "cpu", item[0]))
+        ]
+        for key, devices in groups.items()
+    }
+
+
+def _margins(records: Sequence[Record], statuses: Sequence[str]) -> list[tuple[str, str, str, float, str, str]]:
+    """The tightest passing case of each row and device: error over limit, mode and case."""
+    worst: dict[tuple[str, str, str], Record] = {}
+    for record, status in zip(records, statuses, strict=True):
+        if status == "pass" and record.margin is not None:
+            key = (record.kind, record.backend, record.device)
+            if key not in worst or (worst[key].margin or 0) < record.margin:
+                worst[key] = record
+    return [
+        (f"{backend} ({kind})", short_device(device), record.mode, record.margin or 0.0, record.case, record.graph)
+        for (kind, backend, device), record in sorted(worst.items())
+    ]
+
+
+def _reasons(records: Sequence[Record], statuses: Sequence[str]) -> list[Reason]:
+    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    for record, status in zip(records, statuses, strict=True):
+        if status not in ("pass", "stale"):
+            groups[record.backend, record.kind, record.mode, record.device, status, record.reason, record.diagnosis].append(record)
+    ordered = sorted(groups.items(), key=lambda item: (ORDER.index(item[0][4]), item[0]))
+    return [
+        Reason(f"{row} ({kind})", mode, short_device(device), status, len(found), reason, diagnosis, found[0].case)
+        for (row, kind, mode, device, status, reason, diagnosis), found in ordered
+    ]
+
+
+def _environments(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Each distinct combination of device and versions, with its rows and record count."""
+    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    for r in records:
+        device = short_device(r.device) + (f" (SM {r.capability}, driver {r.driver})" if r.capability else "")
+        revision = r.revision + (" + local changes" if r.dirty else "")
+        groups[device, r.python, r.torch, r.triton, revision].append(r)
+    lines = []
+    for key, found in sorted(groups.items()):
+        packages = sorted({f"{name} {version}" for r in found for name, version in r.versions.items() if name != "torch"})
+        span = f"{min(r.utc for r in found)[:16]} to {max(r.utc for r in found)[:16]}"
+        lines.append((*key, ", ".join(packages) or "–", str(len(found)), span))
+    return lines

@@ -1,0 +1,38 @@
+"""Running one cell and making its record."""
+
+from __future__ import annotations
+
+import torch
+from attnmatrix.cases.case import AttentionKind
+from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.harness.cell import run_cell
+from attnmatrix.harness.registry import Row
+from attnmatrix.matrix.environment import environment, row_versions
+from attnmatrix.matrix.fingerprint import fingerprint
+from attnmatrix.matrix.record import Record, make_crash_record, make_record
+from attnmatrix.matrix.selection import CellId
+
+
+def run_and_record(cell: CellId, device: str) -> Record:
+    """Drive the cell on ``cpu`` or ``cuda`` and describe the outcome."""
+    torch.set_num_threads(1)
+    result = run_cell(cell.row, cell.mode, cell.case, torch.device(device))
+    return make_record(result, cell.row.kind, row_versions(cell.row), environment(device), cell_fingerprint(cell.row, cell.mode))
+
+
+def crash_record(cell: CellId, device: str) -> Record:
+    """The record of a cell whose process died."""
+    where = environment(device)
+    return make_crash_record(
+        cell.row.name, cell.mode, cell.case, cell.row.kind, row_versions(cell.row), where, cell_fingerprint(cell.row, cell.mode)
+    )
+
+
+def cell_fingerprint(row: Row, mode: RunnerMode) -> str:
+    """Hash of the code that a verdict about this row in this mode depends on."""
+    return fingerprint(row.kind, mode, (row.source, *row.more_sources))
+
+
+def current_fingerprints(rows: tuple[Row, ...]) -> dict[tuple[AttentionKind, str, RunnerMode], str]:
+    """The present hash for every row and mode, to tell which records are stale."""
+    return {(row.kind, row.name, mode): cell_fingerprint(row, mode) for row in rows for mode in RunnerMode}

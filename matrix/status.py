@@ -1,0 +1,106 @@
+"""Case statuses, their order, and what a cell made of many cases shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from attnmatrix.cases.ids import parse_case
+from attnmatrix.matrix.record import Record
+
+ORDER = ("crash", "fail", "vacuous", "flaky", "known", "stale", "pass", "deferred", "blocked", "n/a", "untested")
+"""Worst first; a cell shows the first of these that any of its cases has."""
+
+AS_DECLARED = frozenset({"pass", "known", "blocked", "deferred", "n/a"})
+"""Statuses that agree with the row's own declaration; anything else makes a run exit with 1."""
+
+MARKS = {
+    "crash": "💥", "fail": "✗", "vacuous": "∅", "flaky": "≈", "known": "✗", "stale": "·", "pass": "✓",
+    "deferred": "deferred", "blocked": "blocked", "n/a": "n/a", "untested": "–",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All cases of one row in one mode on one device, summed up."""
+
+    status: str
+    counts: dict[str, int]
+    axes: str
+    device: str
+    graph: str
+    margin: float | None
+    controls: tuple[int, int]
+    reason: str
+
+    @property
+    def judged(self) -> int:
+        """Cases with a verdict of their own: everything but refusals, deferrals and the inapplicable."""
+        return sum(count for status, count in self.counts.items() if status not in ("deferred", "blocked", "n/a", "untested"))
+
+    def text(self) -> str:
+        """The cell as shown: ``✓ 84 · p1-64 d64/128 bf16/fp16 · H200 · 0.41``, ``✗ 2 known / 80``, ``blocked: reason``."""
+        if self.status in ("blocked", "deferred", "n/a"):
+            return f"{self.status}: {self.reason}"
+        parts = [self._counts(), self.axes, short_device(self.device)]
+        if self.graph != "none":
+            parts[-1] += f" {self.graph}"
+        if self.margin is not None:
+            parts.append(f"{self.margin:.2f}")
+        if self.controls[1]:
+            parts.append(f"{self.controls[0]}/{self.controls[1]}")
+        return " · ".join(parts)
+
+    def _counts(self) -> str:
+        if self.status == "pass":
+            shown = f"✓ {self.counts['pass']}"
+        elif self.status == "stale":
+            shown = f"stale {self.counts['stale']}"
+        else:
+            worst = [s for s in ORDER[:6] if s in self.counts and s != "stale"]
+            named = " ".join(f"{self.counts[s]} {s}" for s in worst)
+            shown = f"{MARKS[self.status]} {named} / {self.judged}"
+        aside = [f"{self.counts[s]} {s}" for s in ("blocked", "deferred", "n/a") if s in self.counts]
+        return f"{shown} (+ {', '.join(aside)})" if aside else shown
+
+
+def summarise(records: Sequence[Record], statuses: Sequence[str]) -> Cell:
+    """The cell of records that share row, mode and device; ``statuses`` are theirs, staleness applied."""
+    counts = Counter(statuses)
+    status = next(s for s in ORDER if s in counts)
+    reasons = Counter(r.reason for r, s in zip(records, statuses, strict=True) if s == status and r.reason)
+    margins = [r.margin for r, s in zip(records, statuses, strict=True) if r.margin is not None and s in ("pass", "known")]
+    controls = [pair for record in records for pair in record.controls.values()]
+    graphs = sorted({r.graph for r in records} - {"none"})
+    return Cell(
+        status=status,
+        counts=dict(counts),
+        axes=axes([r for r, s in zip(records, statuses, strict=True) if s not in ("blocked", "deferred", "n/a")]),
+        device=records[0].device,
+        graph="/".join(graphs) or "none",
+        margin=max(
+            (r.margin for r, s in zip(records, statuses, strict=True) if r.margin is not None and s == "pass"),
+            default=max(margins, default=None),
+        ),
+        controls=(sum(c[0] for c in controls), sum(c[1] for c in controls)),
+        reason=reasons.most_common(1)[0][0] if reasons else "",
+    )
+
+
+def axes(records: Iterable[Record]) -> str:
+    """What the cases cover: page sizes, head dims, dtypes, draft kinds."""
+    cases = [parse_case(record.case) for record in records]
+    if not cases:
+        return ""
+    pages, dims = sorted({c.page_size for c in cases}), sorted({c.heads.dim for c in cases})
+    dtypes = [d for d in ("bf16", "fp16", "fp32") if d in {c.dtype for c in cases}]
+    drafts = sorted({c.draft_kind for c in cases if c.draft_kind})
+    span = f"p{pages[0]}" if len(pages) == 1 else f"p{pages[0]}-{pages[-1]}"
+    words = [span, "d" + "/".join(map(str, dims)), "/".join(dtypes)]
+    return " ".join(words + (["/".join(drafts)] if drafts else []))
+
+
+def short_device(device: str) -> str:
+    """``NVIDIA H200`` as ``H200``, ``cpu`` as ``CPU``."""
+    return "CPU" if device == "cpu" else device.removeprefix("NVIDIA ")
