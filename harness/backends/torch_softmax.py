@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnmatrix.cases.case import AttentionKind, ForwardMode
-from attnmatrix.harness.backend import AttentionBackend
+from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
 
@@ -132,6 +132,17 @@ class TorchSoftmax(AttentionBackend):
             score = torch.cat([score, context.sinks[None, :, None, None].expand(*score.shape[:-1], 1)], dim=-1)
         weight = torch.softmax(score, dim=-1)[..., : keys.shape[2]]
         return weight.to(q.dtype) @ values
+
+    def inspect_metadata(self, batch: Batch) -> PreparedMetadata:
+        meta = batch.attn_metadata
+        lens = torch.tensor(batch.kv_lens, dtype=torch.int32, device=self.context.device)
+        slots = meta.slots if isinstance(meta, UniformMetadata) else torch.nn.utils.rnn.pad_sequence(list(meta.slots), batch_first=True)
+        return PreparedMetadata(
+            cu_seqlens_q=meta.cu_seqlens_q,
+            cache_seqlens=lens if not isinstance(meta, UniformMetadata) else meta.prefix + meta.width,
+            page_table=slots[:, :: self.context.page_size] // self.context.page_size,
+            last_indices=meta.get_last_indices(batch.size),
+        )
 
     def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
         context, width = self.context, self.context.tokens_per_request

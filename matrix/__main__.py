@@ -1,0 +1,5 @@
+"""``python -m attnmatrix.matrix``: the command line."""
+
+from attnmatrix.matrix.cli import main
+
+main()
