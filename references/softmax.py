@@ -10,8 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SoftmaxResult:
-    """``out`` ``[new, Hq, Dv]``, ``lse`` ``[new, Hq]`` in nats, ``conditioning`` ``[new, Hq]``: largest visible ``|score|``.
+    """``out`` ``[new, Hq, Dv]``, ``lse`` ``[new, Hq]`` in nats, ``conditioning`` ``[new, Hq]``.
 
+    The conditioning of a row is the largest ``sum_d |q_d k_d| * scale`` (plus ALiBi's ``|bias|``) over the keys it sees: the
+    error of a score computed in floating point is proportional to it (Higham 2002, section 3.1), not to the score itself.
     A row that sees no key has ``out`` 0, ``lse`` -inf (the sink's logit when there is one) and ``conditioning`` 0.
     """
 
@@ -45,14 +47,16 @@ def softmax_attention(
     group = heads // k.shape[1]
     qd, kd, vd = (t.to(torch.float64) for t in (q, k, v))
     score = torch.einsum("nhd,khd->nhk", qd, kd.repeat_interleave(group, dim=1)) * scale
+    size = torch.einsum("nhd,khd->nhk", qd.abs(), kd.abs().repeat_interleave(group, dim=1)) * abs(scale)
     if soft_cap is not None:
         score = soft_cap * torch.tanh(score / soft_cap)
     if alibi_slopes is not None:
         assert query_positions is not None and key_positions is not None, "ALiBi needs positions"
         distance = (key_positions[None, :] - query_positions[:, None]).to(torch.float64)
-        score = score + alibi_slopes.to(torch.float64)[None, :, None] * distance[:, None, :]
+        bias = alibi_slopes.to(torch.float64)[None, :, None] * distance[:, None, :]
+        score, size = score + bias, size + bias.abs()
     seen = mask[:, None, :]
-    conditioning = torch.where(seen, score.abs(), 0.0).amax(dim=-1) if score.shape[-1] else score.new_zeros(new, heads)
+    conditioning = torch.where(seen, size, 0.0).amax(dim=-1) if score.shape[-1] else score.new_zeros(new, heads)
     score = score.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         sink = sinks.to(torch.float64)[None, :, None].expand(new, heads, 1)
