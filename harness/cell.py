@@ -72,18 +72,18 @@ def run_probe(row: Row, mode: RunnerMode, case: Case, device: torch.device, prob
     world = World(case, mode, probe, row.conventions, device)
     guards = Guards(world)
     verdicts: list[StepVerdict] = []
-    replays = 0
+    replays, graph = 0, "none"
     try:
         backend = row.create(world.context)
         for run in RUNNERS[mode](world, backend):
             verdicts.append(judge_step(world, run, guards))
-            replays += run.replays
+            replays, graph = replays + run.replays, run.graph
     except Exception as error:
-        return ProbeResult(probe.name, tuple(verdicts), replays, error=error, untouched=not guards.untouched())
+        return ProbeResult(probe.name, tuple(verdicts), replays, graph, error=error, untouched=not guards.untouched())
     if len(verdicts) != len(world.steps):
         short = ContractError(f"{len(verdicts)} of {len(world.steps)} batches were run")
-        return ProbeResult(probe.name, tuple(verdicts), replays, error=short)
-    return ProbeResult(probe.name, tuple(verdicts), replays)
+        return ProbeResult(probe.name, tuple(verdicts), replays, graph, error=short)
+    return ProbeResult(probe.name, tuple(verdicts), replays, graph)
 
 
 def _outcome(row: Row, claim: Claim, known: KnownFault | None, result: ProbeResult) -> tuple[str, str, tuple[str, ...]]:

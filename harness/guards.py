@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from attnmatrix.cases.case import ForwardMode
 from attnmatrix.harness.pools import bits
-from attnmatrix.harness.runners.recorder import StepRun
 from attnmatrix.harness.world import NUM_LAYERS, World
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from attnmatrix.harness.runners.recorder import StepRun
 
 
 class Guards:
@@ -32,6 +36,10 @@ class Guards:
         """What changed since the last check, for a run that was refused: the new tokens' own slots may hold them already,
         since keys and values are written before a kernel is asked, nothing else may differ."""
         return [*self._tables(), *self._canaries(), *self._compare_kv({}), *self._compare_states({}, {})]
+
+    def beyond_scratch(self) -> list[str]:
+        """What changed outside the scratch page since the last check: nothing, after the warm-up and capture of a graph."""
+        return [*self._tables(), *self._canaries(), *self._compare_kv({}, spare_own=False), *self._compare_states({}, {})]
 
     def check(self, run: StepRun) -> list[str]:
         """One line for each violation of one step, empty when all is as it should be."""
@@ -63,7 +71,7 @@ class Guards:
             if fenced.broken()
         ]
 
-    def _compare_kv(self, written: dict[int, tuple[Tensor, Tensor]], run: StepRun | None = None) -> list[str]:
+    def _compare_kv(self, written: dict[int, tuple[Tensor, Tensor]], run: StepRun | None = None, spare_own: bool = True) -> list[str]:
         world, kv = self.world, self.world.context.kv
         if kv is None:
             return []
@@ -78,12 +86,12 @@ class Guards:
                     given = written[layer][0 if name == "K" else 1]
                     want[page, offset] = given.to(kv.dtype)
                 wrong = (bits(kv.by_page(now).contiguous()) != bits(want.contiguous())).flatten(2).any(dim=-1).flatten()
-                if run is None:
+                if run is None and spare_own:
                     wrong[out_loc] = False
                 if world.pool_plan.scratch_page is not None:
                     wrong[world.scratch_slots] = False
                 if bool(wrong.any()):
-                    problems.append(self._describe(layer, name, wrong, set(out_loc.tolist())))
+                    problems.append(self._describe(layer, name, wrong, set(out_loc.tolist()) if run is not None else set()))
         return problems
 
     def _describe(self, layer: int, name: str, wrong: Tensor, out_loc: set[int]) -> str:

@@ -36,14 +36,14 @@ class TwoLayerModel(torch.nn.Module):
     def before(self, layer: int, hidden: Tensor, planned: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of one layer; views of one fused buffer when the case is ``strided``."""
         heads = self.heads
-        mixed = _norm(hidden) @ getattr(self, f"inward{layer}")
-        split = mixed.split([heads.q * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim], dim=-1)
+        mixed = rms_norm(hidden) @ getattr(self, f"inward{layer}")
         parts = (planned.q, planned.k, planned.v)
+        q_end, k_end = heads.q * heads.dim, (heads.q + heads.kv) * heads.dim
         if self.strided:
-            fused = mixed + torch.cat([part.flatten(1) for part in parts], dim=-1)
-            split = fused.split([heads.q * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim], dim=-1)
-            return tuple(piece.unflatten(-1, (-1, heads.dim)) for piece in split)  # type: ignore[return-value]
-        return tuple(part + piece.unflatten(-1, (-1, heads.dim)) for part, piece in zip(parts, split, strict=True))  # type: ignore[return-value]
+            mixed = mixed + torch.cat([part.flatten(1) for part in parts], dim=-1)
+        pieces = mixed[:, :q_end], mixed[:, q_end:k_end], mixed[:, k_end:]
+        q, k, v = (piece.unflatten(-1, (-1, heads.dim)) for piece in pieces)
+        return (q, k, v) if self.strided else (parts[0] + q, parts[1] + k, parts[2] + v)
 
     def after(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """The residual stream after one layer ``[T, HIDDEN]``."""
@@ -53,10 +53,10 @@ class TwoLayerModel(torch.nn.Module):
         for layer in range(NUM_LAYERS):
             q, k, v = self.before(layer, hidden, planned[layer])
             hidden = self.after(layer, hidden, attend(layer, q, k, v))
-        return _norm(hidden)
+        return rms_norm(hidden)
 
 
-def _norm(hidden: Tensor) -> Tensor:
+def rms_norm(hidden: Tensor) -> Tensor:
     """RMS norm over the last axis, computed in float32."""
     wide = hidden.float()
     return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + 1e-6)).to(hidden.dtype)

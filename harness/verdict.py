@@ -8,6 +8,7 @@ import torch
 from attnmatrix.harness.expected import Quantity, expected_quantities
 from attnmatrix.harness.guards import Guards
 from attnmatrix.harness.measure import Measurement, measure
+from attnmatrix.harness.pieces import stale_pieces
 from attnmatrix.harness.runners.recorder import AttentionCall, StepRun
 from attnmatrix.harness.world import StepData, World
 from torch import Tensor
@@ -58,7 +59,9 @@ def judge_step(world: World, run: StepRun, guards: Guards) -> StepVerdict:
                 )
     if not bool(torch.isfinite(run.final).all()):
         problems.append("the model's output is not finite")
-    return StepVerdict(tuple(measurements), (*problems, *guards.check(run)))
+    if run.graph != "none":
+        problems += stale_pieces(world, run)
+    return StepVerdict(tuple(measurements), (*problems, *run.problems, *guards.check(run)))
 
 
 def _actual(world: World, step: StepData, call: AttentionCall, name: str, quantity: Quantity) -> Tensor | None:

@@ -31,6 +31,13 @@ class AttentionCall:
     out: Tensor
     raw: Tensor
 
+    def first(self, tokens: int) -> AttentionCall:
+        """The call cut to its first ``tokens`` tokens."""
+        q, k, v = (tensor[:tokens] for tensor in self.given)
+        return AttentionCall(
+            self.layer, self.q[:tokens], self.k[:tokens], self.v[:tokens], (q, k, v), self.out[:tokens], self.raw[:tokens]
+        )
+
     def changed_inputs(self) -> list[str]:
         """Names of the inputs that the backend modified."""
         kept = (("q", self.q), ("k", self.k), ("v", self.v))
@@ -39,12 +46,17 @@ class AttentionCall:
 
 @dataclass
 class StepRun:
-    """One step of the schedule, run. ``replays`` counts graph replays (0 in eager modes)."""
+    """One step of the schedule, run. ``replays`` counts graph replays (0 in eager modes), ``graph`` is their kind (``cuda``,
+    ``tape`` or ``none``), ``problems`` what the runner itself found wrong. In graph modes the tensors are those of the graph,
+    cut to the live rows: the next replay overwrites them.
+    """
 
     index: int
     calls: list[AttentionCall]
     final: Tensor
     replays: int = 0
+    graph: str = "none"
+    problems: tuple[str, ...] = ()
 
 
 @dataclass
