@@ -19,7 +19,7 @@ code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests", "
 for package in ("cases", "references", "harness", "matrix"):
     module = importlib.import_module(f"attnmatrix.{package}")
     for found in pkgutil.walk_packages(module.__path__, module.__name__ + "."):
-        if ".findings." not in found.name:
+        if ".findings." not in found.name and not found.name.endswith(".__main__"):
             importlib.import_module(found.name)
 print()
 print(json.dumps({"code": int(code), "modules": {n: getattr(m, "__file__", None) for n, m in sys.modules.items()}}))
