@@ -23,7 +23,10 @@ class Guards:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._table = world.req_to_token.clone()
+        context = world.context
+        constants = {"sinks": context.sinks, "alibi_slopes": context.alibi_slopes, "slopes": context.slopes}
+        self._constants = {"req_to_token": world.req_to_token, **{n: t for n, t in constants.items() if t is not None}}
+        self._before = {name: tensor.clone() for name, tensor in self._constants.items()}
         self._remember()
 
     def _remember(self) -> None:
@@ -59,7 +62,7 @@ class Guards:
         return problems
 
     def _tables(self) -> list[str]:
-        return [] if torch.equal(self._table, self.world.req_to_token) else ["req_to_token was modified"]
+        return [f"{name} was modified" for name, tensor in self._constants.items() if not torch.equal(self._before[name], tensor)]
 
     def _canaries(self) -> list[str]:
         pools = [("KV", self.world.context.kv), ("state", self.world.context.states)]
@@ -115,6 +118,10 @@ class Guards:
                     return f"slot {slot}, page {slot // size}, request {request} position {int(hits[0])}"
         return f"slot {slot}, page {slot // size}, no request's"
 
+    def _state_owner(self, slot: int) -> str:
+        slots = self.world.state_slots
+        return f"state slot {slot}, " + (f"request {slots.index(slot)}'s" if slot in slots else "no request's")
+
     def _compare_states(self, own: dict[int, set[int]], spots: set[tuple[int, int]] | dict[int, set[int]]) -> list[str]:
         states = self.world.context.states
         if states is None:
@@ -124,7 +131,8 @@ class Guards:
             changed = (bits(old) != bits(states.state(layer))).flatten(1).any(dim=-1).nonzero().flatten().tolist()
             foreign = [slot for slot in changed if slot not in own.get(layer, set())]
             if foreign:
-                problems.append(f"layer {layer}: state slots {foreign} changed though the batch does not own or may not write them")
+                owners = ", ".join(self._state_owner(slot) for slot in foreign[:4])
+                problems.append(f"layer {layer}: {len(foreign)} states changed that the batch does not own or may not write ({owners})")
             drafted = (bits(old_drafted) != bits(states.intermediate(layer))).flatten(2).any(dim=-1).nonzero().tolist()
             stray = [tuple(spot) for spot in drafted if tuple(spot) not in spots]
             if stray:
