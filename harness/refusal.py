@@ -15,8 +15,9 @@ from attnmatrix.harness.registry import Row
 def why_not_a_refusal(error: BaseException, claim: Blocked, row: Row) -> str | None:
     """None when ``error`` is the declared refusal of one of the row's packages, else what is wrong with it.
 
-    The innermost frame must lie in a distribution of the row, or be a call out of the row's file into compiled code (a
-    frame whose current instruction is a ``raise`` is the row's own). Type (by class name, along the MRO) and text must match.
+    The innermost frame must lie in a distribution of the row, or be a call out of the row's file into compiled code: a frame
+    whose current instruction is anything else, a ``raise`` or a generator that an exception was thrown into, is the row's
+    own. Type (by class name, along the MRO) and text must match.
     """
     names = [kind.__name__ for kind in type(error).__mro__]
     if claim.exception not in names:
@@ -29,7 +30,7 @@ def why_not_a_refusal(error: BaseException, claim: Blocked, row: Row) -> str | N
     file = Path(frame.tb_frame.f_code.co_filename)
     if any(_belongs(file, name) for name in row.distributions):
         return None
-    if file == Path(row.source) and not _is_raise(frame):
+    if file in [Path(source) for source in (row.source, *row.more_sources)] and _is_call(frame):
         return None
     return f"the exception was raised in {file.name}, line {frame.tb_lineno}, not by {' or '.join(row.distributions)}"
 
@@ -40,9 +41,10 @@ def _innermost(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
-def _is_raise(frame: TracebackType) -> bool:
+def _is_call(frame: TracebackType) -> bool:
+    """Whether the frame was calling something that has no Python frame."""
     instructions = {i.offset: i.opname for i in dis.get_instructions(frame.tb_frame.f_code)}
-    return instructions.get(frame.tb_lasti, "") in ("RAISE_VARARGS", "RERAISE")
+    return instructions.get(frame.tb_lasti, "").startswith("CALL")
 
 
 def _belongs(file: Path, distribution: str) -> bool:
@@ -51,5 +53,7 @@ def _belongs(file: Path, distribution: str) -> bool:
         files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         return False
-    tops = {Path(str(entry.locate())).parents[len(entry.parts) - 2] for entry in files if len(entry.parts) > 1 and entry.suffix == ".py"}
-    return any(top in file.parents for top in tops if top.name not in ("site-packages", "dist-packages"))
+    sources = [(Path(str(entry.locate())), len(entry.parts)) for entry in files if entry.suffix == ".py" and ".." not in entry.parts]
+    modules = {path for path, depth in sources if depth == 1}
+    packages = {path.parents[depth - 2] for path, depth in sources if depth > 1}
+    return file in modules or not packages.isdisjoint(file.parents)
