@@ -38,18 +38,21 @@ class Schedule:
 def schedule(case: Case, mode: RunnerMode) -> Schedule:
     """The batches of one cell. Deterministic in the case's content.
 
-    Eager modes: the case and a sibling, to be prepared together before either runs. Graph modes: two captured sizes and
-    six replays interleaved between them, three each; they shrink, then grow; half of them carry stale padding.
+    Eager modes: the case and a sibling, to be prepared together before either runs. Graph modes: two captured sizes whose
+    replays alternate. Those of each shrink, in requests and in lengths, and then grow; half of them carry stale padding. A
+    lone request cannot become fewer, so its smaller size gets a fourth replay, before it.
     """
     if not mode.uses_graph:
         return Schedule((), (Step(case, case.batch_size), Step(vary(case, max(1, case.batch_size), 1), 0)))
     size = case.batch_size
     small, large = size + 1, 2 * size + 2
-    sizes = ((size, 0), (large - 1, 1), (max(1, size - 1), 2), (small, 3), (small, 4), (large, 5))
-    batches = [case if salt == 0 else vary(case, count, salt) for count, salt in sizes]
-    if mode in (RunnerMode.PCG_EXTEND, RunnerMode.BCG_EXTEND):
+    turns = [(size, 0), (large - 1, 1), (size - 1, -1), (small, -1), (small, 1), (large, 1)]
+    if size == 1:
+        turns = [(1, 0), (large - 1, 1), (small, 1), (small, -1), (1, -1), (large, 1), (small, 1)]
+    batches = [vary(case, count, salt, trend) if salt else case for salt, (count, trend) in enumerate(turns)]
+    if mode.pads_tokens:
         odd, even = [b.num_tokens for b in batches[1::2]], [b.num_tokens for b in batches[0::2]]
-        small, large = max(even) + 3, max(max(odd), max(even) + 3) + 5
+        small, large = max(even) + 3, max(*odd, max(even) + 3) + 5
     captures = (small, large)
     return Schedule(
         captures,
@@ -57,25 +60,28 @@ def schedule(case: Case, mode: RunnerMode) -> Schedule:
     )
 
 
-def vary(case: Case, size: int, salt: int) -> Case:
+def vary(case: Case, size: int, salt: int, trend: int = 0) -> Case:
     """A batch like ``case`` with ``size`` requests, other lengths and other data; options stay.
 
-    Request i resembles request ``i % batch_size``. A request without prefix stays without, so that both paths are met
-    again; the first long prefix of a batch is shortened to keep derived batches cheap.
+    Request i resembles request ``i % batch_size``; its lengths are larger with ``trend`` 1, smaller with -1. A request
+    without prefix stays without, so that both paths are met again; the first long prefix of a batch is shortened to keep
+    derived batches cheap.
     """
     if case.batch_size == 0:
         return case.but(seed=case.seed + salt)
     rng = random.Random(case.data_seed + salt)
     order = [index % case.batch_size for index in range(size)]
     rng.shuffle(order)
+    page = case.page_size if case.page_size <= 64 else 5
+    steps = [step for step in (-3, -2, -1, 1, 2, 3, page) if step * trend >= 0]
     prefixes, news = [], []
     for source in order:
         prefix, new = case.prefix_lens[source], case.new_lens[source]
         if prefix:
             base = prefix if prefix <= LONG else rng.randrange(LONG // 2, LONG)
-            prefix = max(1, base + rng.choice((-3, -2, -1, 1, 2, 3, case.page_size if case.page_size <= 64 else 5)))
+            prefix = max(1, base + rng.choice(steps))
         if new and _free_length(case):
-            new = max(1, new + rng.choice((-2, -1, 0, 1, 2, 3)))
+            new = max(1, new + rng.choice([step for step in (-2, -1, 0, 1, 2, 3) if step * trend >= 0]))
         prefixes.append(prefix)
         news.append(new)
     trees = tuple(case.tree(source) for source in order) if len(case.trees) > 1 else case.trees

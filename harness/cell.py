@@ -1,40 +1,30 @@
-"""One cell: a row, a runner mode and a case, run and judged."""
+"""One cell: a row, a runner mode and a case, run under every probe, held against its claim and against its controls."""
 
 from __future__ import annotations
 
 import time
-import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.harness.capabilities import Blocked, Claim, Deferred, KnownFault, NotApplicable, Supported
-from attnmatrix.harness.guards import Guards
-from attnmatrix.harness.interpreter import prepare_triton
-from attnmatrix.harness.probes import PEAKED, Probe
-from attnmatrix.harness.refusal import why_not_a_refusal
+from attnmatrix.harness.capabilities import NotApplicable, Supported
+from attnmatrix.harness.controls import Control, controls_for
+from attnmatrix.harness.outcome import Outcome, judge_claim, judge_not_applicable
+from attnmatrix.harness.pools import bits
+from attnmatrix.harness.probes import PEAKED, PROBES
 from attnmatrix.harness.registry import Row
-from attnmatrix.harness.runners import RUNNERS
-from attnmatrix.harness.runners.recorder import ContractError
-from attnmatrix.harness.verdict import StepVerdict, judge_step
-from attnmatrix.harness.world import World
+from attnmatrix.harness.trial import Trial, run_trial
 
 
 @dataclass(frozen=True)
-class ProbeResult:
-    """What one probe showed: per-step verdicts, or the exception that ended it."""
+class ControlCount:
+    """Negative controls of one kind: how many were tried and rejected; ``raised`` ended in an exception and count as neither."""
 
-    probe: str
-    verdicts: tuple[StepVerdict, ...]
-    replays: int = 0
-    graph: str = "none"
-    error: BaseException | None = None
-    untouched: bool = True
-
-    @property
-    def passed(self) -> bool:
-        return self.error is None and all(verdict.passed for verdict in self.verdicts)
+    rejected: int = 0
+    tried: int = 0
+    raised: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,84 +36,74 @@ class CellResult:
     case: Case
     status: str
     reason: str
-    probes: tuple[ProbeResult, ...] = ()
+    trials: tuple[Trial, ...] = ()
     diagnosis: str = ""
     seconds: float = 0.0
-    details: tuple[str, ...] = field(default=())
+    details: tuple[str, ...] = ()
+    controls: dict[str, ControlCount] = field(default_factory=dict)
 
 
-def run_cell(row: Row, mode: RunnerMode, case: Case, device: torch.device) -> CellResult:
-    """Drive one row through one mode on one case and hold the outcome against the row's claim."""
+def run_cell(row: Row, mode: RunnerMode, case: Case, device: torch.device, controls: Sequence[Control] | None = None) -> CellResult:
+    """Drive one row through one mode on one case. ``controls`` None takes the cell's share of them (see ``controls_for``)."""
     begin = time.perf_counter()
     claim = row.capabilities.claim(mode, case, device.type)
+    trials: tuple[Trial, ...] = ()
+    counts: dict[str, ControlCount] = {}
     if isinstance(claim, NotApplicable):
-        holds = claim.check()
-        status, reason = ("n/a", claim.reason) if holds else ("fail", f"declared n/a ({claim.reason}), but the check does not find it so")
-        return CellResult(row.name, mode, case, status, reason, seconds=time.perf_counter() - begin)
-    result = run_probe(row, mode, case, device, PEAKED)
-    known = row.capabilities.known_fault(mode, case)
-    status, reason, details = _outcome(row, claim, known, result)
-    return CellResult(row.name, mode, case, status, reason, (result,), "", time.perf_counter() - begin, details)
+        outcome = judge_not_applicable(claim)
+    else:
+        plain = isinstance(claim, Supported)
+        trials = _trials(row, mode, case, device, every=plain)
+        differences = _differences(trials) if plain and row.capabilities.deterministic else ()
+        outcome = judge_claim(row, claim, row.capabilities.known_fault(mode, case), trials, differences)
+        if outcome.status == "pass":
+            outcome, counts = _try_controls(
+                row, mode, case, device, controls_for(row, mode, case, device.type) if controls is None else controls
+            )
+    return CellResult(
+        row.name, mode, case, outcome.status, outcome.reason, trials, "", time.perf_counter() - begin, outcome.details, counts
+    )
 
 
-def run_probe(row: Row, mode: RunnerMode, case: Case, device: torch.device, probe: Probe) -> ProbeResult:
-    """Build the world, run every step of the schedule and judge each right after it ran."""
-    prepare_triton(device, row.interpreted)
-    world = World(case, mode, probe, row.conventions, device)
-    guards = Guards(world)
-    verdicts: list[StepVerdict] = []
-    replays, graph = 0, "none"
-    try:
-        backend = row.create(world.context)
-        for run in RUNNERS[mode](world, backend):
-            verdicts.append(judge_step(world, run, guards))
-            replays, graph = replays + run.replays, run.graph
-    except Exception as error:
-        return ProbeResult(probe.name, tuple(verdicts), replays, graph, error=error, untouched=not guards.untouched())
-    if len(verdicts) != len(world.steps):
-        short = ContractError(f"{len(verdicts)} of {len(world.steps)} batches were run")
-        return ProbeResult(probe.name, tuple(verdicts), replays, graph, error=short)
-    return ProbeResult(probe.name, tuple(verdicts), replays, graph)
+def _trials(row: Row, mode: RunnerMode, case: Case, device: torch.device, every: bool) -> tuple[Trial, ...]:
+    """One trial per probe, ended by the first that does not pass; a refusal is tried under one probe only."""
+    trials: list[Trial] = []
+    for probe in PROBES if every else (PEAKED,):
+        trials.append(run_trial(row, mode, case, device, probe))
+        if not trials[-1].passed:
+            break
+    return tuple(trials)
 
 
-def _outcome(row: Row, claim: Claim, known: KnownFault | None, result: ProbeResult) -> tuple[str, str, tuple[str, ...]]:
-    found = describe(result)
-    if isinstance(claim, Blocked):
-        if result.error is not None:
-            problem = why_not_a_refusal(result.error, claim, row)
-            if problem is None and result.untouched:
-                return "blocked", f"{claim.reason} ({type(result.error).__name__} seen)", ()
-            return "fail", f"declared blocked ({claim.reason}), but {problem or 'a pool was written before the refusal'}", found
-        if result.passed:
-            return "fail", f"declared blocked ({claim.reason}), but the package computes it right: the limit is over-claimed", ()
-        return "fail", f"declared blocked ({claim.reason}), but the package computes it wrong without refusing", found
-    if isinstance(claim, Deferred):
-        if result.passed:
-            return "fail", f"declared deferred ({claim.reason}), but it passes", ()
-        return "deferred", f"{claim.reason} ({claim.issue})", found
-    assert isinstance(claim, Supported)
-    if known is not None:
-        if result.passed:
-            return "fail", f"declared a known fault ({known.reason}), but it passes", ()
-        return "known", f"{known.reason} (see {known.finding})", found
-    return ("pass", "", ()) if result.passed else ("fail", found[0] if found else "failed", found)
+def _differences(trials: Sequence[Trial]) -> tuple[str, ...]:
+    """Where outputs under two fills of the dead slots differ, though the live inputs were equal to the bit."""
+    by_name = {trial.probe: trial for trial in trials if trial.passed}
+    if "peaked" not in by_name or "poison" not in by_name:
+        return ()
+    for step, (first, second) in enumerate(zip(by_name["peaked"].outputs, by_name["poison"].outputs, strict=True)):
+        for layer, (a, b) in enumerate(zip(first, second, strict=True)):
+            changed = (bits(a.contiguous()) != bits(b.contiguous())).flatten(1).any(dim=-1)
+            if bool(changed.any()):
+                tokens = changed.nonzero().flatten().tolist()
+                return (f"step {step}, layer {layer}: what lies in dead slots changes the output of tokens {tokens[:8]}",)
+    return ()
 
 
-def describe(result: ProbeResult) -> tuple[str, ...]:
-    """One line for each thing that went wrong in a probe, the worst first."""
-    lines: list[str] = []
-    if result.error is not None:
-        last = traceback.extract_tb(result.error.__traceback__)[-1:]
-        at = f" at {last[0].filename.rsplit('/', 1)[-1]}:{last[0].lineno}" if last else ""
-        lines.append(f"{type(result.error).__name__}{at}: {result.error}")
-    for verdict in result.verdicts:
-        for m in sorted(verdict.measurements, key=lambda m: -float(m.ratio.max()) if m.error.numel() else 0.0):
-            if m.error.numel() and float(m.ratio.max()) > 1:
-                row = m.worst
-                bad = int((m.ratio > 1).sum())
-                lines.append(
-                    f"{m.quantity} of layer {m.layer}, step {m.step}: error {float(m.error[row]):.3g}, limit {float(m.limit[row]):.3g} at "
-                    f"{m.where(row)}; {bad} of {m.error.numel()} rows over their limit"
-                )
-        lines += verdict.problems
-    return tuple(lines)
+def _try_controls(
+    row: Row, mode: RunnerMode, case: Case, device: torch.device, controls: Sequence[Control]
+) -> tuple[Outcome, dict[str, ControlCount]]:
+    """Tamper with what the backend is given: the same comparison must reject each control, else it proves nothing."""
+    counts: dict[str, ControlCount] = {}
+    accepted: list[str] = []
+    for control in controls:
+        trial = run_trial(row, mode, case, device, PEAKED, control)
+        seen = counts.get(control.kind, ControlCount())
+        if trial.error is not None:
+            counts[control.kind] = ControlCount(seen.rejected, seen.tried, seen.raised + 1)
+            continue
+        counts[control.kind] = ControlCount(seen.rejected + (not trial.passed), seen.tried + 1, seen.raised)
+        if trial.passed:
+            accepted.append(control.title)
+    if accepted:
+        return Outcome("vacuous", f"accepted with {'; '.join(accepted)}", tuple(accepted)), counts
+    return Outcome("pass"), counts

@@ -9,7 +9,7 @@ from attnmatrix.cases.case import AttentionKind, ForwardMode
 from attnmatrix.harness.baseline import softmax_baseline
 from attnmatrix.harness.runners.recorder import AttentionCall
 from attnmatrix.harness.world import StepData, World
-from attnmatrix.references.decayed_state import decayed_state_attention
+from attnmatrix.references.decayed_state import decayed_state_attention, decayed_state_sizes
 from attnmatrix.references.softmax import softmax_attention
 from attnmatrix.references.visibility import key_positions, query_positions, visible_keys
 from torch import Tensor
@@ -72,7 +72,7 @@ def _lightning(world: World, step: StepData, call: AttentionCall) -> dict[str, Q
     trees = [case.tree(r) for r in range(case.batch_size)] if case.trees else None
     plain = {"slopes": slopes, "new_lens": case.new_lens, "scale": context.scale, "trees": trees, "keep_tokens": verify}
     right = decayed_state_attention(call.q, call.k, call.v, initial, **plain)  # type: ignore[arg-type]
-    sizes = decayed_state_attention(call.q.abs(), call.k.abs(), call.v.abs(), initial.abs(), **plain)  # type: ignore[arg-type]
+    sizes = decayed_state_sizes(call.q, call.k, call.v, initial, **plain)  # type: ignore[arg-type]
     base = decayed_state_attention(call.q, call.k, call.v, initial, dtype=torch.float32, **plain)  # type: ignore[arg-type]
     quantities = {"out": _conditioned(("token", "head"), right.out, base.out.to(world.dtype), sizes.out)}
     if right.tokens is not None and base.tokens is not None and sizes.tokens is not None and verify:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,7 @@ class KVPool:
     ) -> None:
         self.num_pages, self.page_size, self.layout, self.dtype = num_pages, page_size, layout, dtype
         shape = (num_pages, page_size, heads, dim) if layout != "HND" else (num_pages, heads, page_size, dim)
+        self._both: list[Fenced] = []
         if layout == "interleaved":
             self._both = [Fenced((num_pages, 2, page_size, heads, dim), dtype, device) for _ in range(layers)]
             self.fenced = list(self._both)
@@ -71,6 +74,13 @@ class KVPool:
     def kv(self, layer: int) -> Tensor:
         """``[pages, 2, page, H, D]``; only with the interleaved layout."""
         return self._both[layer].tensor
+
+    def reversed_layers(self) -> KVPool:
+        """The same memory with the layers in reverse order."""
+        other = copy.copy(self)
+        other._k, other._v = self._k[::-1], self._v[::-1]
+        other._both = self._both[::-1]
+        return other
 
     def by_page(self, tensor: Tensor) -> Tensor:
         """A physical tensor seen as ``[pages, page, H, D]`` whatever its layout."""
@@ -114,6 +124,12 @@ class StatePool:
 
     def intermediate(self, layer: int) -> Tensor:
         return self._drafted[layer]
+
+    def reversed_layers(self) -> StatePool:
+        """The same memory with the layers in reverse order."""
+        other = copy.copy(self)
+        other._live, other._drafted = self._live[::-1], self._drafted[::-1]
+        return other
 
     def as_kv(self, tensor: Tensor) -> Tensor:
         """A physical state tensor with its last two axes in the order K, V."""

@@ -1,4 +1,4 @@
-"""The inputs that a case is run with: what fills queries, keys, values, and the slots that nobody may read."""
+"""The inputs that a case is run with: queries, keys and values, and what lies in slots that nobody may read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+from attnmatrix.cases.case import Case
 from torch import Tensor
 
 
@@ -18,13 +19,20 @@ class Poison(str, Enum):
 
 @dataclass(frozen=True)
 class Probe:
-    """Inputs of one kind under one fill of the dead slots."""
+    """Inputs of one kind under one fill of the dead slots. Probes that differ in ``poison`` alone have equal live inputs."""
 
     name: str
+    inputs: str = "peaked"
     poison: Poison = Poison.BIG_VALUES
 
 
 PEAKED = Probe("peaked")
+POISON = Probe("poison", poison=Poison.RANDOM)
+NEEDLE = Probe("needle", inputs="needle")
+PROBES = (PEAKED, POISON, NEEDLE)
+"""Every case is run under each of these; peaked and poison must agree to the bit for deterministic rows."""
+
+NEEDLE_SCORE = 24.0  # score of an aligned key: e**24 outweighs any context tried
 
 
 def fill_keys(poison: Poison, tensor: Tensor, generator: torch.Generator) -> None:
@@ -43,9 +51,9 @@ def fill_values(poison: Poison, tensor: Tensor, generator: torch.Generator) -> N
         _fill_random(tensor, generator, 100.0)
 
 
-def fill_states(tensor: Tensor, generator: torch.Generator) -> None:
-    """Overwrite a state buffer with stale finite states of unit scale: what another request left behind."""
-    _fill_random(tensor, generator, 1.0)
+def fill_states(poison: Poison, tensor: Tensor, generator: torch.Generator) -> None:
+    """Overwrite a state buffer with what another request left behind: random, of unit scale or 100 times that."""
+    _fill_random(tensor, generator, 1.0 if poison is Poison.BIG_VALUES else 100.0)
 
 
 def _fill_random(tensor: Tensor, generator: torch.Generator, scale: float) -> None:
@@ -58,3 +66,52 @@ def peaked(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Random normals whose rows differ in size by up to 4, so that scores spread: float32 ``shape`` on the CPU."""
     rows = torch.rand(*shape[:-1], 1, generator=generator)
     return torch.randn(*shape, generator=generator) * (0.5 + 1.5 * rows)
+
+
+def needle_queries(case: Case, request: int, keys: Tensor) -> Tensor:
+    """Queries ``[new, Hq, D]`` each aligned with a single key of ``keys`` ``[kv, Hkv, D]`` (planned, prefix first), float32.
+
+    The targets go round over tokens and heads: the first key, the query's own, both sides of page edges and of the window's edge, and the
+    first key it must not see. The aligned key scores about ``NEEDLE_SCORE``; one that is missing, or seen but forbidden, changes
+    the whole row.
+    """
+    heads, new = case.heads, case.new_lens[request]
+    keys = keys.float()
+    queries = torch.zeros(new, heads.q, heads.dim, device=keys.device)
+    for token in range(new):
+        targets = needle_targets(case, request, token)
+        for head in range(heads.q):
+            key = keys[targets[(token + head) % len(targets)], head // heads.group]
+            queries[token, head] = key * (NEEDLE_SCORE * heads.dim**0.5 / key.square().sum().clamp(min=1e-6))
+    return queries
+
+
+def needle_targets(case: Case, request: int, token: int) -> list[int]:
+    """Key indices that tell: for one new token, in a fixed order, duplicates kept out."""
+    prefix, kv = case.prefix_lens[request], case.kv_lens[request]
+    own = prefix + token
+    edge = own // case.page_size * case.page_size
+    targets = [own, 0, own + 1, edge, edge - 1, prefix - 1, prefix, kv - 1]
+    if case.window is not None:
+        targets += [own - case.window, own - case.window + 1]
+    parents = case.tree(request)
+    if case.trees:
+        targets += [prefix + node for node in range(len(parents)) if parents[node] == parents[token]]
+    return [target for target in dict.fromkeys(targets) if 0 <= target < kv]
+
+
+def orthogonal_keys(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Queries and keys ``[T, H, D]`` for recurrences: token t's key is the (permuted) unit vector ``t % D`` times 4, its query the
+    one of a token before it in the same request, so that a single token (and a single row of the state) decides each output."""
+    dim, heads = case.heads.dim, case.heads.q
+    order = torch.randperm(dim, generator=generator)
+    basis = torch.eye(dim)[order] * 4.0
+    keys, queries = [], []
+    for new in case.new_lens:
+        index = torch.arange(new)
+        back = (index[:, None] - (torch.arange(heads)[None, :] + index[:, None]) % 5).clamp(min=0)
+        keys.append(basis[index % dim][:, None].expand(new, heads, dim))
+        queries.append(basis[back % dim])
+    if not case.num_tokens:
+        return torch.zeros(0, heads, dim), torch.zeros(0, heads, dim)
+    return torch.cat(queries), torch.cat(keys)

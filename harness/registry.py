@@ -24,7 +24,7 @@ class UsageError(ValueError):
     """The user named something that does not exist or cannot be read; the message says what is known."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One row of one kind's table; a package that implements two kinds registers two rows under one name.
 

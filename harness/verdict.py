@@ -55,7 +55,7 @@ def judge_step(world: World, run: StepRun, guards: Guards) -> StepVerdict:
                         quantity.baseline,
                         quantity.conditioning,
                         world.dtype,
-                    )  # fmt: skip
+                    )
                 )
     if not bool(torch.isfinite(run.final).all()):
         problems.append("the model's output is not finite")

@@ -15,7 +15,7 @@ from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.dtypes import TORCH_DTYPES
 from attnmatrix.harness.pools import KVPool, StatePool
-from attnmatrix.harness.probes import Probe, fill_keys, fill_states, fill_values, peaked
+from attnmatrix.harness.probes import Probe, fill_keys, fill_states, fill_values, needle_queries, orthogonal_keys, peaked
 from attnmatrix.references.slopes import alibi_slopes, lightning_slopes
 from torch import Tensor
 
@@ -111,7 +111,8 @@ class World:
         case, linear = self.case, self.case.kind is not AttentionKind.SOFTMAX
         heads, layout = case.heads, self.conventions
         batches = self.schedule.batches
-        max_reqs = max([1, *(max(step.padded, step.case.batch_size) for step in self.schedule.steps)])
+        padded = [] if self.mode.pads_tokens else [step.padded for step in self.schedule.steps]
+        max_reqs = max([1, *padded, *(batch.batch_size for batch in batches)])
         widest = max([1, *(n for batch in batches for n in batch.new_lens)])
         kv = states = slopes = None
         if linear:
@@ -150,31 +151,44 @@ class World:
 
     def _poison(self) -> None:
         kv, states, poison = self.context.kv, self.context.states, self.probe.poison
+        generator = torch.Generator().manual_seed(self.case.data_seed ^ 0xBAD)
         for layer in range(NUM_LAYERS):
             if kv is not None:
-                fill_keys(poison, kv.k(layer), self.generator)
-                fill_values(poison, kv.v(layer), self.generator)
+                fill_keys(poison, kv.k(layer), generator)
+                fill_values(poison, kv.v(layer), generator)
             if states is not None:
-                fill_states(states.state(layer), self.generator)
-                fill_states(states.intermediate(layer), self.generator)
+                fill_states(poison, states.state(layer), generator)
+                fill_states(poison, states.intermediate(layer), generator)
 
     def _steps(self) -> tuple[StepData, ...]:
         steps, start = [], 0
         for batch in self.schedule.batches:
             requests = range(start, start + batch.batch_size)
             start = requests.stop
-            inputs = tuple(self._layer_inputs(batch) for _ in range(NUM_LAYERS))
+            prefixes = self._prefixes(batch)
+            inputs = tuple(self._layer_inputs(batch, prefixes, layer) for layer in range(NUM_LAYERS))
             hidden = torch.randn(batch.num_tokens, HIDDEN, generator=self.generator).to(self.dtype).to(self.device)
-            steps.append(StepData(batch, requests, hidden, inputs, self._prefixes(batch)))
+            steps.append(StepData(batch, requests, hidden, inputs, prefixes))
         return tuple(steps)
 
     def _draw(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (peaked(shape, self.generator) * scale).to(self.dtype).to(self.device)
 
-    def _layer_inputs(self, batch: Case) -> LayerInputs:
+    def _layer_inputs(self, batch: Case, prefixes: tuple[Prefix, ...], layer: int) -> LayerInputs:
         heads, tokens = batch.heads, batch.num_tokens
         q = self._draw(tokens, heads.q, heads.dim, scale=batch.gain)
-        return LayerInputs(q, self._draw(tokens, heads.kv, heads.dim), self._draw(tokens, heads.kv, heads.dim))
+        k, v = self._draw(tokens, heads.kv, heads.dim), self._draw(tokens, heads.kv, heads.dim)
+        if self.probe.inputs != "needle":
+            return LayerInputs(q, k, v)
+        if batch.kind is not AttentionKind.SOFTMAX:
+            queries, keys = orthogonal_keys(batch, self.generator)
+            return LayerInputs(queries.to(self.dtype).to(self.device), keys.to(self.dtype).to(self.device), v)
+        starts = [sum(batch.new_lens[:r]) for r in range(batch.batch_size)]
+        aligned = [
+            needle_queries(batch, r, torch.cat([prefixes[r].keys[layer], k[start : start + batch.new_lens[r]]]))
+            for r, start in enumerate(starts)
+        ]
+        return LayerInputs(torch.cat([q[:0].float(), *aligned]).to(self.dtype), k, v)
 
     def _prefixes(self, batch: Case) -> tuple[Prefix, ...]:
         heads = batch.heads

@@ -47,14 +47,13 @@ def read(path: Path) -> list[Record]:
 def merge(records: Iterable[Record]) -> list[Record]:
     """One record per key, the latest; two different statuses of the same code under one key make it ``flaky``."""
     latest: dict[tuple[object, ...], Record] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: record.utc):
         known = latest.get(record.key)
-        if known is not None and known.utc > record.utc:
-            known, record = record, known
         if known is not None and known.fingerprint == record.fingerprint and known.status != record.status:
             reason = f"{known.status} at {known.utc}, {record.status} at {record.utc}"
-            record = msgspec.structs.replace(record, status="flaky", reason=reason)
-        latest[record.key] = record
+            latest[record.key] = msgspec.structs.replace(record, status="flaky", reason=reason)
+        else:
+            latest[record.key] = record
     return sorted(latest.values(), key=lambda record: tuple(map(str, record.key)))
 
 

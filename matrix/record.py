@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.harness.cell import CellResult, ProbeResult
+from attnmatrix.harness.cell import CellResult
 from attnmatrix.harness.measure import Measurement
+from attnmatrix.harness.trial import Trial
 from attnmatrix.matrix.environment import Environment
 
 
@@ -76,9 +77,8 @@ class Record(msgspec.Struct, frozen=True):
 
 def make_record(result: CellResult, kind: AttentionKind, versions: dict[str, str], environment: Environment, fingerprint: str) -> Record:
     """The record of a finished cell."""
-    margins = [v.margin for probe in result.probes for v in probe.verdicts]
-    margin = max(margins, default=None) if margins else None
-    graphs = [probe.graph for probe in result.probes if probe.graph != "none"]
+    margins = [trial.margin for trial in result.trials if trial.margin is not None]
+    graphs = [trial.graph for trial in result.trials if trial.graph != "none"]
     return Record(
         **_identity(result.row, result.mode, result.case, kind, environment, versions),
         status=result.status,
@@ -86,10 +86,10 @@ def make_record(result: CellResult, kind: AttentionKind, versions: dict[str, str
         reason=result.reason,
         diagnosis=result.diagnosis,
         details=list(result.details),
-        margin=_finite(margin),
-        probes=[_probe(probe) for probe in result.probes],
-        controls={},
-        replays=sum(probe.replays for probe in result.probes),
+        margin=_finite(max(margins, default=None)),
+        probes=[_probe(trial) for trial in result.trials],
+        controls={kind: (count.rejected, count.tried) for kind, count in result.controls.items()},
+        replays=sum(trial.replays for trial in result.trials),
         fingerprint=fingerprint,
         seconds=round(result.seconds, 4),
     )
@@ -139,18 +139,18 @@ def _finite(value: float | None) -> float | None:
     return None if value is None or value == float("inf") else _rounded(value)
 
 
-def _probe(probe: ProbeResult) -> ProbeRecord:
+def _probe(trial: Trial) -> ProbeRecord:
     worst: dict[str, Worst] = {}
-    for verdict in probe.verdicts:
+    for verdict in trial.verdicts:
         for measurement in verdict.measurements:
             if measurement.error.numel():
                 found = _worst(measurement)
                 known = worst.get(found.quantity)
                 if known is None or _rank(found) > _rank(known):
                     worst[found.quantity] = found
-    problems = [problem for verdict in probe.verdicts for problem in verdict.problems]
-    error = f"{type(probe.error).__name__}: {probe.error}" if probe.error is not None else ""
-    return ProbeRecord(probe.probe, list(worst.values()), problems[:20], error[:2000])
+    problems = [problem for verdict in trial.verdicts for problem in verdict.problems]
+    error = f"{type(trial.error).__name__}: {trial.error}" if trial.error is not None else ""
+    return ProbeRecord(trial.probe, list(worst.values()), problems[:20], error[:2000])
 
 
 def _rank(worst: Worst) -> float:

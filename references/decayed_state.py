@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,28 +38,76 @@ def decayed_state_attention(
     where ``final`` is the state after each request's last token. With trees, states are kept and ``final`` is the last
     token's. Vectorised over requests and heads, looped over tokens only. ``dtype`` other than float64 serves baselines.
     """
-    requests, longest = len(new_lens), max(new_lens, default=0)
-    heads, dim_k, dim_v = q.shape[1], q.shape[2], v.shape[2]
-    starts = torch.tensor([sum(new_lens[:r]) for r in range(requests)], device=q.device)
-    lens = torch.tensor(new_lens, device=q.device, dtype=torch.int64)
-    decay = torch.exp(-slopes.to(dtype)).view(1, heads, 1, 1)
+    decay = torch.exp(-slopes.to(dtype)).view(1, -1, 1, 1)
     qd, kd, vd = (t.to(dtype) for t in (q, k, v))
-    state = initial.to(dtype).clone()
-    out = qd.new_zeros(q.shape[0], heads, dim_v)
-    keep = keep_tokens or trees is not None
-    tokens = qd.new_zeros(q.shape[0], heads, dim_k, dim_v) if keep else None
-    for step in range(longest):
+
+    def advance(state: Tensor, at: Tensor) -> Tensor:
+        return state * decay + kd[at].unsqueeze(-1) * vd[at].unsqueeze(-2)
+
+    def read(state: Tensor, at: Tensor) -> Tensor:
+        return torch.einsum("rhk,rhkv->rhv", qd[at], state) * scale
+
+    return _scan(initial.to(dtype), advance, read, new_lens, v.to(dtype), trees, keep_tokens)
+
+
+def decayed_state_sizes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial: Tensor,
+    slopes: Tensor,
+    new_lens: Sequence[int],
+    scale: float,
+    *,
+    trees: Sequence[Sequence[int]] | None = None,
+    keep_tokens: bool = False,
+) -> DecayedStateResult:
+    """How large the terms are whose sum :func:`decayed_state_attention` is (same arguments): the condition of each result.
+
+    The same recurrence over absolute values, each term times ``1 + exponent`` where ``exp(-exponent)`` is its decay: a decay of
+    exponent x carries a relative error of x rounding units, whether multiplied up token by token or taken from one rounded product
+    (Higham 2002, section 3.1).
+    """
+    rate = slopes.double().view(1, -1, 1, 1)
+    decay = torch.exp(-rate)
+    qd, kd, vd = (t.double().abs() for t in (q, k, v))
+    start = initial.double().abs()
+
+    def advance(pair: Tensor, at: Tensor) -> Tensor:
+        plain, weighted = pair.unbind(-1)
+        outer = kd[at].unsqueeze(-1) * vd[at].unsqueeze(-2)
+        return torch.stack([plain * decay + outer, (weighted + rate * plain) * decay], dim=-1)
+
+    def read(pair: Tensor, at: Tensor) -> Tensor:
+        return torch.einsum("rhk,rhkv->rhv", qd[at], pair.sum(dim=-1)) * abs(scale)
+
+    pairs = _scan(torch.stack([start, torch.zeros_like(start)], dim=-1), advance, read, new_lens, vd, trees, keep_tokens)
+    return DecayedStateResult(pairs.out, pairs.final.sum(dim=-1), pairs.tokens.sum(dim=-1) if pairs.tokens is not None else None)
+
+
+def _scan(
+    initial: Tensor,
+    advance: Callable[[Tensor, Tensor], Tensor],
+    read: Callable[[Tensor, Tensor], Tensor],
+    new_lens: Sequence[int],
+    v: Tensor,
+    trees: Sequence[Sequence[int]] | None,
+    keep_tokens: bool,
+) -> DecayedStateResult:
+    """Token by token over all requests at once; ``v`` ``[T, H, V]`` gives the output's shape and dtype."""
+    starts = torch.tensor([sum(new_lens[:r]) for r in range(len(new_lens))], device=v.device)
+    lens = torch.tensor(new_lens, device=v.device, dtype=torch.int64)
+    state, out = initial.clone(), torch.zeros_like(v)
+    tokens = initial.new_zeros(v.shape[0], *initial.shape[1:]) if keep_tokens or trees is not None else None
+    for step in range(max(new_lens, default=0)):
         rows = (lens > step).nonzero().flatten()
         at = starts[rows] + step
         previous = state[rows]
-        if trees is not None:
-            assert tokens is not None
-            parents = [trees[int(r)][step] for r in rows]
-            previous = torch.stack(
-                [initial[r].to(dtype) if p < 0 else tokens[starts[r] + p] for r, p in zip(rows.tolist(), parents, strict=True)]
-            )
-        current = previous * decay + kd[at].unsqueeze(-1) * vd[at].unsqueeze(-2)
-        out[at] = torch.einsum("rhk,rhkv->rhv", qd[at], current) * scale
+        if trees is not None and tokens is not None:
+            parents = [(r, trees[r][step]) for r in rows.tolist()]
+            previous = torch.stack([initial[r] if parent < 0 else tokens[int(starts[r]) + parent] for r, parent in parents])
+        current = advance(previous, at)
+        out[at] = read(current, at)
         state[rows] = current
         if tokens is not None:
             tokens[at] = current

@@ -1,0 +1,260 @@
+"""Negative controls: a real row given wrong inputs must be rejected by the comparison that passes it.
+
+A control tampers at the contract's boundary (context, batch, or q, k, v of a call), stays in bounds, and applies by a rule on the case alone.
+The expectation does not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
+from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.cases.suites import suite
+from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
+from attnmatrix.harness.batch import Batch
+from attnmatrix.harness.capabilities import Supported
+from attnmatrix.harness.context import Context
+from attnmatrix.harness.pools import KVPool, StatePool
+from attnmatrix.harness.registry import Row
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from attnmatrix.harness.world import World
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+TRIES_PER_CELL = 2  # cases of a cell that try each control
+
+
+@dataclass(frozen=True)
+class Control:
+    """One way to be given wrong inputs. ``kind`` groups them; a passing cell needs one of each kind that its cases allow."""
+
+    id: str
+    kind: str
+    title: str
+    applies: Callable[[Case], bool]
+    context: Callable[[World, Context], Context] = lambda world, context: context
+    batch: Callable[[Batch, Context], Batch] = lambda batch, context: batch
+    inputs: Callable[[Tensor, Tensor, Tensor], Inputs] = lambda q, k, v: (q, k, v)
+
+
+class TamperedBackend(AttentionBackend):
+    """A row's backend behind a control; the runner does not notice."""
+
+    def __init__(self, row: Row, world: World, control: Control) -> None:
+        super().__init__(world.context)
+        self.control = control
+        self.inner = row.create(control.context(world, world.context))
+
+    def prepare_metadata(self, batch: Batch) -> None:
+        given = self.control.batch(batch, self.context)
+        self.inner.prepare_metadata(given)
+        batch.attn_metadata = given.attn_metadata
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
+        given = replace(self.control.batch(batch, self.context), attn_metadata=batch.attn_metadata)
+        return self.inner.forward(*self.control.inputs(q, k, v), layer_id, given)
+
+    def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
+        self.inner.init_capture_graph(max_seq_len, batch_sizes)
+
+    def prepare_for_capture(self, batch: Batch) -> None:
+        self.inner.prepare_for_capture(batch)
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        self.inner.prepare_for_replay(batch)
+
+    def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
+        return self.inner.inspect_metadata(batch)
+
+
+def _foreign_first_page(world: World, context: Context) -> Context:
+    """Every request's first page replaced by the next physical page that is not its own."""
+    plan, size = world.pool_plan, context.page_size
+    table = context.req_to_token.clone()
+    for request, pages in enumerate(plan.tables):
+        others = [page for page in range(plan.num_pages) if page not in pages]
+        if pages and others:
+            page = min(others, key=lambda other: (other - pages[0]) % plan.num_pages)
+            table[world.req_rows[request], :size] = torch.arange(page * size, (page + 1) * size, dtype=table.dtype)
+    return replace(context, req_to_token=table)
+
+
+def _longer(by: int) -> Callable[[Batch, Context], Batch]:
+    """Every cached prefix one token longer or shorter than it is."""
+
+    def tamper(batch: Batch, context: Context) -> Batch:
+        shift = tuple(by if prefix else 0 for prefix in batch.prefix_lens)
+        return replace(
+            batch,
+            prefix_lens=tuple(n + s for n, s in zip(batch.prefix_lens, shift, strict=True)),
+            kv_lens=tuple(n + s for n, s in zip(batch.kv_lens, shift, strict=True)),
+            seq_lens=batch.seq_lens + torch.full_like(batch.seq_lens, by) * (batch.seq_lens > max(0, -by)),
+        )
+
+    return tamper
+
+
+def _neighbour(batch: Batch, context: Context) -> Batch:
+    """Every request looks itself up under its neighbour's row (and state slot)."""
+    states = batch.state_indices
+    return replace(
+        batch,
+        req_pool_indices=batch.req_pool_indices.roll(1),
+        state_indices=states.roll(1) if states is not None else None,
+    )
+
+
+def _stale_state(batch: Batch, context: Context) -> Batch:
+    """Requests without a prefix are announced with one, so their slot's old state counts."""
+    prefix = tuple(n or 1 for n in batch.prefix_lens)
+    return replace(batch, prefix_lens=prefix, kv_lens=tuple(p + n for p, n in zip(prefix, batch.new_lens, strict=True)))
+
+
+def _lost_state(batch: Batch, context: Context) -> Batch:
+    """Requests with a prefix are announced without one, so their state is dropped."""
+    return replace(batch, prefix_lens=(0,) * len(batch.prefix_lens), kv_lens=batch.new_lens)
+
+
+def _moved_boundary(batch: Batch, context: Context) -> Batch:
+    """One token of the first request is counted to the second."""
+    first = next((r for r, new in enumerate(batch.new_lens[:-1]) if new >= 2), None)
+    if first is None:
+        return batch
+    new = list(batch.new_lens)
+    new[first], new[first + 1] = new[first] - 1, new[first + 1] + 1
+    starts = batch.cu_seqlens_q - (torch.arange(len(new) + 1, device=batch.cu_seqlens_q.device) == first + 1).int()
+    return replace(
+        batch,
+        new_lens=tuple(new),
+        kv_lens=tuple(p + n for p, n in zip(batch.prefix_lens, new, strict=True)),
+        cu_seqlens_q=starts,
+    )
+
+
+def _chain(batch: Batch, context: Context) -> Batch:
+    """The draft tree announced as a chain."""
+    if batch.drafts is None:
+        return batch
+    seen = batch.drafts.ancestors
+    start, rows = 0, []
+    for new in batch.new_lens:
+        rows.append(torch.ones(new, seen.shape[1], dtype=torch.bool, device=seen.device).tril())
+        start += new
+    trees = tuple(tuple(range(-1, new - 1)) for new in batch.new_lens)
+    return replace(batch, drafts=replace(batch.drafts, trees=trees, ancestors=torch.cat(rows)))
+
+
+def _other_layer(world: World, context: Context) -> Context:
+    """The pools of the layers in reverse order."""
+    pools: list[KVPool | StatePool] = [pool for pool in (context.kv, context.states) if pool is not None]
+    return replace(context, **{"kv" if isinstance(pool, KVPool) else "states": pool.reversed_layers() for pool in pools})
+
+
+def _linear(case: Case) -> bool:
+    return case.kind is not AttentionKind.SOFTMAX
+
+
+def _softmax(case: Case) -> bool:
+    return case.kind is AttentionKind.SOFTMAX
+
+
+def _has_prefix(case: Case) -> bool:
+    return any(p and n for p, n in zip(case.prefix_lens, case.new_lens, strict=True))
+
+
+def _crosses_window(case: Case) -> bool:
+    return case.window is not None and max(case.kv_lens, default=0) > case.window and case.num_tokens > 0
+
+
+def _has_tokens(case: Case) -> bool:
+    return case.num_tokens > 0
+
+
+CONTROLS: tuple[Control, ...] = (
+    Control(
+        "wrong-page", "table", "another page in place of each request's first", lambda c: _softmax(c) and _has_prefix(c),
+        context=_foreign_first_page,
+    ),
+    Control("one-short", "length", "every prefix one token shorter", lambda c: _softmax(c) and _has_prefix(c), batch=_longer(-1)),
+    Control("one-long", "length", "every prefix one token longer", lambda c: _softmax(c) and _has_prefix(c), batch=_longer(1)),
+    Control(
+        "lost-write", "write", "new keys and values rounded to zero before they are written", _has_tokens,
+        inputs=lambda q, k, v: (q, k * 0, v * 0),
+    ),
+    Control(
+        "swapped-heads", "heads", "query heads rolled by one group", lambda c: _has_tokens(c) and c.heads.q > 1,
+        inputs=lambda q, k, v: (q.roll(max(1, q.shape[1] // k.shape[1]), dims=1), k, v),
+    ),
+    Control(
+        "wrong-scale", "scale", "softmax scale 10 % too large", lambda c: _has_tokens(c) and max(c.kv_lens) > 1,
+        context=lambda world, context: replace(context, scale=context.scale * 1.1),
+    ),
+    Control(
+        "neighbour", "request", "each request under its neighbour's row", lambda c: c.batch_size > 1 and _has_prefix(c), batch=_neighbour
+    ),
+    Control(
+        "moved-boundary", "request", "one token counted to the next request",
+        lambda c: c.forward in (ForwardMode.EXTEND, ForwardMode.MIXED) and any(n >= 2 for n in c.new_lens[:-1]),
+        batch=_moved_boundary,
+    ),
+    Control("other-layer", "layer", "the layers' pools exchanged", _has_prefix, context=_other_layer),
+    Control(
+        "window-off-by-one", "window", "a window one key larger", lambda c: _softmax(c) and _crosses_window(c),
+        context=lambda world, context: replace(context, windows=tuple(w + 1 if w is not None else None for w in context.windows)),
+    ),
+    Control(
+        "no-soft-cap", "score", "the soft cap left out", lambda c: c.soft_cap is not None and _has_tokens(c),
+        context=lambda world, context: replace(context, soft_cap=None),
+    ),
+    Control(
+        "no-sinks", "score", "the sinks left out", lambda c: c.sinks and _has_tokens(c),
+        context=lambda world, context: replace(context, sinks=None),
+    ),
+    Control(
+        "no-alibi", "score", "the ALiBi bias left out", lambda c: c.alibi and _has_prefix(c),
+        context=lambda world, context: replace(context, alibi_slopes=None),
+    ),
+    Control(
+        "tree-as-chain", "mask", "the draft tree announced as a chain",
+        lambda c: any(c.tree(r) != tuple(range(-1, n - 1)) for r, n in enumerate(c.new_lens)), batch=_chain,
+    ),
+    Control(
+        "stale-state", "state", "a request without prefix started from its slot's old state",
+        lambda c: _linear(c) and c.forward in (ForwardMode.EXTEND, ForwardMode.MIXED) and any(n and not p for p, n in zip(c.prefix_lens, c.new_lens, strict=True)),
+        batch=_stale_state,
+    ),
+    Control(
+        "lost-state", "state", "the cached state dropped",
+        lambda c: _linear(c) and c.forward in (ForwardMode.EXTEND, ForwardMode.MIXED) and _has_prefix(c), batch=_lost_state,
+    ),
+    Control(
+        "wrong-decay", "decay", "decay rates of the heads reversed", lambda c: _linear(c) and _has_prefix(c) and c.heads.q > 1,
+        context=lambda world, context: replace(context, slopes=context.slopes.flip(1) if context.slopes is not None else None),
+    ),
+)  # fmt: skip
+"""All controls."""
+
+
+def controls_for(row: Row, mode: RunnerMode, case: Case, device: str) -> tuple[Control, ...]:
+    """The controls that this case tries: each control is tried on the first ``TRIES_PER_CELL`` suite cases it applies to that the row
+    claims to support; a case outside the suite tries all that apply."""
+    shares = _shares(row, mode, device)
+    if case.id not in {member.id for member in suite(case.kind, mode)}:
+        return tuple(control for control in CONTROLS if control.applies(case))
+    return tuple(control for control in CONTROLS if case.id in shares[control.id])
+
+
+@cache
+def _shares(row: Row, mode: RunnerMode, device: str) -> dict[str, frozenset[str]]:
+    claimed = [
+        case
+        for case in suite(row.kind, mode)
+        if isinstance(row.capabilities.claim(mode, case, device), Supported) and row.capabilities.known_fault(mode, case) is None
+    ]
+    return {control.id: frozenset(case.id for case in [c for c in claimed if control.applies(c)][:TRIES_PER_CELL]) for control in CONTROLS}
