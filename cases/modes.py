@@ -33,6 +33,11 @@ class RunnerMode(str, Enum):
         return self not in (RunnerMode.EAGER, RunnerMode.VERIFY, RunnerMode.DE)
 
     @property
+    def pads_tokens(self) -> bool:
+        """Whether captured sizes count tokens; else they count requests."""
+        return self in (RunnerMode.PCG_EXTEND, RunnerMode.BCG_EXTEND)
+
+    @property
     def forward_modes(self) -> tuple[ForwardMode, ...]:
         """The forward modes this runner mode drives."""
         return _FORWARD[self]

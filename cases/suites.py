@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from attnmatrix.cases import layouts, speculative
-from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
+from attnmatrix.cases.case import AttentionKind, Case, Scratch
 from attnmatrix.cases.modes import RunnerMode
 
 SUPPORTED_MODES = tuple(RunnerMode)
@@ -17,14 +17,23 @@ def suite(kind: AttentionKind, mode: RunnerMode) -> tuple[Case, ...]:
     """All cases of one kind for one runner mode, each id once; the named variant of a case comes first."""
     unique: dict[str, Case] = {}
     for case in _candidates(kind, mode):
-        if case.forward in mode.forward_modes:
+        if drives(mode, case):
             unique.setdefault(case.id, case)
     return tuple(unique.values())
 
 
 def modes_of(case: Case) -> tuple[RunnerMode, ...]:
     """The runner modes that can drive a case."""
-    return tuple(mode for mode in RunnerMode if case.forward in mode.forward_modes)
+    return tuple(mode for mode in RunnerMode if drives(mode, case))
+
+
+def drives(mode: RunnerMode, case: Case) -> bool:
+    """Whether a runner mode can drive a case. A graph needs a token to capture and a scratch page for padding, a verify graph
+    the same number of draft tokens in every request."""
+    if case.forward not in mode.forward_modes:
+        return False
+    uniform = mode is not RunnerMode.VERIFY_CG or len(set(case.new_lens)) == 1
+    return not mode.uses_graph or (case.num_tokens > 0 and case.scratch is not Scratch.NONE and uniform)
 
 
 def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
@@ -53,8 +62,3 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
         yield from layouts.score_options()
     else:
         yield from layouts.state_variants()
-
-
-def is_graph_replayable(case: Case) -> bool:
-    """Graph modes need at least one request with a new token to capture."""
-    return case.forward is not ForwardMode.IDLE and case.num_tokens > 0

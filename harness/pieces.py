@@ -6,7 +6,7 @@ import torch
 from attnmatrix.harness.measure import relative_rms
 from attnmatrix.harness.model import TwoLayerModel, rms_norm
 from attnmatrix.harness.runners.recorder import StepRun
-from attnmatrix.harness.world import World
+from attnmatrix.harness.world import HIDDEN, World
 from torch import Tensor
 
 
@@ -17,7 +17,7 @@ def stale_pieces(world: World, run: StepRun) -> list[str]:
     and sums are each rounded once, plus that of adding up float32 products in another order.
     """
     step, model = world.steps[run.index], TwoLayerModel(world)
-    terms = max(model.inward0.shape[0], model.outward0.shape[0])
+    terms = max(HIDDEN, world.case.heads.q * world.case.heads.dim)
     limit = 2 * torch.finfo(world.dtype).eps + terms**0.5 * torch.finfo(torch.float32).eps
     results: list[tuple[str, Tensor, Tensor]] = []
     hidden = step.hidden

@@ -66,7 +66,8 @@ class Tape:
 
     def begin(self) -> None:
         with ExitStack() as modes:
-            modes.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code passes the dispatcher by
+            if "torch._dynamo" in sys.modules:  # compiled code would pass the dispatcher by
+                modes.enter_context(torch.compiler.set_stance("force_eager"))
             modes.enter_context(_launches_on(self))
             modes.enter_context(_RefuseHostReads(self))
             modes.enter_context(_RecordOperators(self))
@@ -133,7 +134,7 @@ class _RecordOperators(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:

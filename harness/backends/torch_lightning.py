@@ -23,7 +23,7 @@ class LightningMetadata:
     cu_seqlens_q: Tensor  # on gpu
     state_indices: Tensor  # on gpu; int32 [R], -1 = padding
     parents_seen: Tensor | None = None  # on gpu; bool [R, d, d], verify only
-    spans: tuple[tuple[int, int, int, bool], ...] = ()  # on cpu; row, start, stop, has a prefix
+    spans: tuple[tuple[int, int, int, bool], ...] = ()  # on cpu; state slot, start, stop, has a prefix
 
     def get_last_indices(self, bs: int) -> Tensor:
         return self.cu_seqlens_q[1 : bs + 1] - 1
@@ -39,8 +39,8 @@ class TorchLightning(AttentionBackend):
             meta.parents_seen = self._per_request(batch)
         if batch.forward_mode is not ForwardMode.DECODE:
             start = 0
-            for row, (prefix, new) in enumerate(zip(batch.prefix_lens, batch.new_lens, strict=True)):
-                meta.spans += ((row, start, start + new, prefix > 0),) if new else ()
+            for slot, prefix, new in zip(batch.state_indices.tolist(), batch.prefix_lens, batch.new_lens, strict=True):
+                meta.spans += ((slot, start, start + new, prefix > 0),) if new and slot >= 0 else ()
                 start += new
         batch.attn_metadata = meta
 
@@ -67,8 +67,7 @@ class TorchLightning(AttentionBackend):
             return self._verify(q, k, v, layer_id, slopes, batch, meta)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         pool = context.states.as_kv(context.states.state(layer_id))
-        for row, start, stop, has_prefix in meta.spans:
-            slot = meta.state_indices[row]
+        for slot, start, stop, has_prefix in meta.spans:
             state = pool[slot].float() if has_prefix else torch.zeros_like(pool[0], dtype=torch.float32)
             for begin in range(start, stop, CHUNK):
                 chunk = slice(begin, min(begin + CHUNK, stop))
@@ -117,7 +116,8 @@ class TorchLightning(AttentionBackend):
         out = torch.einsum("rihd,rihde->rihe", q4, after) * self.context.scale
         drafted = states.as_kv(states.intermediate(layer))
         if len(set(batch.new_lens)) == 1:
-            drafted[:rows, :widest] = after.to(drafted.dtype)
+            live = (meta.state_indices >= 0)[:, None, None, None, None]
+            drafted[:rows, :widest] = torch.where(live, after.to(drafted.dtype), drafted[:rows, :widest])
             return out.flatten(0, 1).to(q.dtype)
         packed = []
         for row, new in enumerate(batch.new_lens):

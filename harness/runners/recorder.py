@@ -34,14 +34,16 @@ class AttentionCall:
     def first(self, tokens: int) -> AttentionCall:
         """The call cut to its first ``tokens`` tokens."""
         q, k, v = (tensor[:tokens] for tensor in self.given)
-        return AttentionCall(
-            self.layer, self.q[:tokens], self.k[:tokens], self.v[:tokens], (q, k, v), self.out[:tokens], self.raw[:tokens]
-        )
+        return AttentionCall(self.layer, self.q[:tokens], self.k[:tokens], self.v[:tokens], (q, k, v), self.out[:tokens], self.raw[:tokens])
 
     def changed_inputs(self) -> list[str]:
         """Names of the inputs that the backend modified."""
         kept = (("q", self.q), ("k", self.k), ("v", self.v))
-        return [name for (name, before), after in zip(kept, self.given, strict=True) if not torch.equal(bits(before.contiguous()), bits(after.contiguous()))]
+        return [
+            name
+            for (name, before), after in zip(kept, self.given, strict=True)
+            if not torch.equal(bits(before.contiguous()), bits(after.contiguous()))
+        ]
 
 
 @dataclass
