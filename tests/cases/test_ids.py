@@ -120,6 +120,11 @@ def test_every_option_has_its_word() -> None:
     assert parse_case(case.id) == case
 
 
+@pytest.mark.parametrize(("lens", "text"), [((8,) * 3, "8.8.8"), ((8,) * 4, "8x4"), ((0, 8, 8, 8, 8, 8, 1), "0.8x5.1"), ((), "")])
+def test_runs_of_four_and_more_are_counted(lens: tuple[int, ...], text: str) -> None:
+    assert f"-prefix{text}-" in PLAIN.but(prefix_lens=lens, new_lens=lens).id
+
+
 def test_the_name_is_no_part_of_the_id() -> None:
     assert PLAIN.but(name="anything").id == PLAIN.id
 

@@ -167,6 +167,12 @@ def test_a_single_page_keeps_the_pool_with_poison() -> None:
     assert [v.placement for v in with_placements(RAGGED.but(prefix_lens=(8,), new_lens=(8,)))] == [Placement.SHUFFLED]
 
 
+def test_a_single_page_is_the_last_one() -> None:
+    """Page 0 would be found by a table that was never read."""
+    pool = plan_pool([RAGGED.but(prefix_lens=(8,), new_lens=(8,), scratch=Scratch.NONE)])
+    assert pool.tables == ((pool.num_pages - 1,),)
+
+
 def test_shared_needs_two_requests_with_a_full_page() -> None:
     alone = RAGGED.but(prefix_lens=(48, 15), new_lens=(5, 3))
     assert Placement.SHARED not in {v.placement for v in with_placements(alone)}
