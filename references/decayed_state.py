@@ -41,13 +41,13 @@ def decayed_state_attention(
     decay = torch.exp(-slopes.to(dtype)).view(1, -1, 1, 1)
     qd, kd, vd = (t.to(dtype) for t in (q, k, v))
 
-    def advance(state: Tensor, at: Tensor) -> Tensor:
-        return state * decay + kd[at].unsqueeze(-1) * vd[at].unsqueeze(-2)
+    def advance(states: Sequence[Tensor], at: Tensor) -> None:
+        states[0].mul_(decay).addcmul_(kd[at].unsqueeze(-1), vd[at].unsqueeze(-2))
 
-    def read(state: Tensor, at: Tensor) -> Tensor:
-        return torch.einsum("rhk,rhkv->rhv", qd[at], state) * scale
+    def read(states: Sequence[Tensor], at: Tensor) -> Tensor:
+        return torch.einsum("rhk,rhkv->rhv", qd[at], states[0]) * scale
 
-    return _scan(initial.to(dtype), advance, read, new_lens, v.to(dtype), trees, keep_tokens)
+    return _scan((initial.to(dtype),), advance, read, new_lens, vd, trees, keep_tokens)
 
 
 def decayed_state_sizes(
@@ -68,47 +68,54 @@ def decayed_state_sizes(
     exponent x carries a relative error of x rounding units, whether multiplied up token by token or taken from one rounded product
     (Higham 2002, section 3.1).
     """
-    rate = slopes.double().view(1, -1, 1, 1)
+    rate = slopes.float().view(1, -1, 1, 1)
     decay = torch.exp(-rate)
-    qd, kd, vd = (t.double().abs() for t in (q, k, v))
-    start = initial.double().abs()
+    qd, kd, vd = (t.float().abs() for t in (q, k, v))
+    start = initial.float().abs()
 
-    def advance(pair: Tensor, at: Tensor) -> Tensor:
-        plain, weighted = pair.unbind(-1)
-        outer = kd[at].unsqueeze(-1) * vd[at].unsqueeze(-2)
-        return torch.stack([plain * decay + outer, (weighted + rate * plain) * decay], dim=-1)
+    def advance(states: Sequence[Tensor], at: Tensor) -> None:
+        plain, weighted = states
+        weighted.addcmul_(plain, rate).mul_(decay)
+        plain.mul_(decay).addcmul_(kd[at].unsqueeze(-1), vd[at].unsqueeze(-2))
 
-    def read(pair: Tensor, at: Tensor) -> Tensor:
-        return torch.einsum("rhk,rhkv->rhv", qd[at], pair.sum(dim=-1)) * abs(scale)
+    def read(states: Sequence[Tensor], at: Tensor) -> Tensor:
+        return torch.einsum("rhk,rhkv->rhv", qd[at], states[0] + states[1]) * abs(scale)
 
-    pairs = _scan(torch.stack([start, torch.zeros_like(start)], dim=-1), advance, read, new_lens, vd, trees, keep_tokens)
-    return DecayedStateResult(pairs.out, pairs.final.sum(dim=-1), pairs.tokens.sum(dim=-1) if pairs.tokens is not None else None)
+    return _scan((start, torch.zeros_like(start)), advance, read, new_lens, vd, trees, keep_tokens)
 
 
 def _scan(
-    initial: Tensor,
-    advance: Callable[[Tensor, Tensor], Tensor],
-    read: Callable[[Tensor, Tensor], Tensor],
+    initial: Sequence[Tensor],
+    advance: Callable[[Sequence[Tensor], Tensor], None],
+    read: Callable[[Sequence[Tensor], Tensor], Tensor],
     new_lens: Sequence[int],
     v: Tensor,
     trees: Sequence[Sequence[int]] | None,
     keep_tokens: bool,
 ) -> DecayedStateResult:
-    """Token by token over all requests at once; ``v`` ``[T, H, V]`` gives the output's shape and dtype."""
-    starts = torch.tensor([sum(new_lens[:r]) for r in range(len(new_lens))], device=v.device)
-    lens = torch.tensor(new_lens, device=v.device, dtype=torch.int64)
-    state, out = initial.clone(), torch.zeros_like(v)
-    tokens = initial.new_zeros(v.shape[0], *initial.shape[1:]) if keep_tokens or trees is not None else None
+    """Token by token over all requests at once, the longest requests first so that the live ones stay a prefix.
+
+    ``initial``: one or more running states ``[R, H, K, V]`` that ``advance`` updates in place; results are their sum. ``v`` gives the
+    output's shape and dtype.
+    """
+    order = sorted(range(len(new_lens)), key=lambda request: -new_lens[request])
+    starts = torch.tensor([sum(new_lens[:request]) for request in order], device=v.device, dtype=torch.int64)
+    running = [state[order].clone() for state in initial]
+    kept = [state.new_zeros(v.shape[0], *state.shape[1:]) for state in initial] if keep_tokens or trees is not None else []
+    out = torch.zeros_like(v)
     for step in range(max(new_lens, default=0)):
-        rows = (lens > step).nonzero().flatten()
-        at = starts[rows] + step
-        previous = state[rows]
-        if trees is not None and tokens is not None:
-            parents = [(r, trees[r][step]) for r in rows.tolist()]
-            previous = torch.stack([initial[r] if parent < 0 else tokens[int(starts[r]) + parent] for r, parent in parents])
-        current = advance(previous, at)
-        out[at] = read(current, at)
-        state[rows] = current
-        if tokens is not None:
-            tokens[at] = current
-    return DecayedStateResult(out, state, tokens)
+        live = sum(new > step for new in new_lens)
+        at = starts[:live] + step
+        views = [state[:live] for state in running]
+        if trees is not None:
+            parents = [trees[request][step] for request in order[:live]]
+            rows = list(zip(order[:live], at.tolist(), parents, strict=True))
+            for first, tokens, view in zip(initial, kept, views, strict=True):
+                view.copy_(torch.stack([first[r] if p < 0 else tokens[token - step + p] for r, token, p in rows]))
+        advance(views, at)
+        out[at] = read(views, at)
+        for tokens, view in zip(kept, views, strict=False):
+            tokens[at] = view
+    back = torch.tensor(order, device=v.device, dtype=torch.int64).argsort()
+    final = torch.stack(running).sum(dim=0)[back]
+    return DecayedStateResult(out, final, torch.stack(kept).sum(dim=0) if kept else None)
