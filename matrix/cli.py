@@ -124,19 +124,21 @@ def render(
 ) -> None:
     """Regenerate MATRIX.md from evidence."""
     from attnmatrix.matrix.evidence_file import COMMITTED, read
-    from attnmatrix.matrix.render import MATRIX_FILE, render_matrix
+    from attnmatrix.matrix.render import MATRIX_FILE, README_FILE, render_matrix, render_readme
 
-    target = out or MATRIX_FILE
-    text = render_matrix(read(evidence or COMMITTED))
+    records = read(evidence or COMMITTED)
+    texts = {out or MATRIX_FILE: render_matrix(records)}
+    if out is None and README_FILE.is_file():
+        texts[README_FILE] = render_readme(records, README_FILE.read_text())
+    differing = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
     if check:
-        if not target.is_file() or target.read_text() != text:
-            typer.echo(f"{target} differs from what the evidence renders; run 'attnmatrix render'", err=True)
-            raise typer.Exit(1)
-        typer.echo(f"{target} is what the evidence renders")
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text)
-    typer.echo(f"wrote {target}")
+        for path in differing:
+            typer.echo(f"{path} differs from what the evidence renders; run 'attnmatrix render'", err=True)
+        raise typer.Exit(1 if differing else 0)
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        typer.echo(f"wrote {path}")
 
 
 @app.command()

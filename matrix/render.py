@@ -10,13 +10,16 @@ from pathlib import Path
 import jinja2
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.harness.registry import rows
+from attnmatrix.harness.adapted_modes import ADAPTED_MODES
+from attnmatrix.harness.registry import UsageError, rows
 from attnmatrix.matrix.record import Record
 from attnmatrix.matrix.run import current_fingerprints
 from attnmatrix.matrix.status import AS_DECLARED, ORDER, Cell, short_device, summarise
 
 HERE = Path(__file__).resolve().parent
 MATRIX_FILE = HERE / "MATRIX.md"
+README_FILE = HERE.parent / "README.md"
+BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,29 @@ def render_matrix(records: Sequence[Record]) -> str:
     )
 
 
+def render_readme(records: Sequence[Record], readme: str) -> str:
+    """``readme`` with the short tables between its markers; only the modes that have an adapter. Raises UsageError without markers."""
+    before, found, rest = readme.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not (found and closed):
+        raise UsageError(f"README.md has no {BEGIN} ... {END}")
+    present = current_fingerprints(rows())
+    grouped = _cells(records, [_status(record, present) for record in records])
+    modes = [mode for mode in RunnerMode if mode in ADAPTED_MODES]
+    lines = []
+    for kind in AttentionKind:
+        lines += ["", f"| {kind.value} | " + " | ".join(mode.column for mode in modes) + " |", "|---|" + "---|" * len(modes)]
+        for name in _row_names(records, kind):
+            cells = [grouped.get((kind.value, name, mode.value), []) for mode in modes]
+            lines.append(f"| `{name}` | " + " | ".join("<br>".join(cell.short() for cell in found) or "–" for found in cells) + " |")
+    return f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}"
+
+
+def _row_names(records: Sequence[Record], kind: AttentionKind) -> list[str]:
+    """Registered rows of a kind, then rows that only the records know."""
+    return list({row.name: None for row in rows() if row.kind is kind} | {r.backend: None for r in records if r.kind == kind.value})
+
+
 def _status(record: Record, present: dict[tuple[AttentionKind, str, RunnerMode], str]) -> str:
     """The record's status, ``stale`` for a verdict of other code; a row that is not registered here cannot be checked."""
     current = present.get((AttentionKind(record.kind), record.backend, RunnerMode(record.mode)))
@@ -68,9 +94,8 @@ def _tables(records: Sequence[Record], statuses: Sequence[str]) -> list[Table]:
     grouped = _cells(records, statuses)
     tables = []
     for kind in AttentionKind:
-        names = {row.name: None for row in rows() if row.kind is kind} | {r.backend: None for r in records if r.kind == kind.value}
         body = []
-        for name in names:
+        for name in _row_names(records, kind):
             texts = []
             for mode in RunnerMode:
                 found = grouped.get((kind.value, name, mode.value), [])

@@ -52,6 +52,12 @@ class Cell:
             parts.append(f"{self.controls[0]}/{self.controls[1]}")
         return " · ".join(parts)
 
+    def short(self) -> str:
+        """The cell in a narrow table: ``✓ 84 H200``, ``✗ 2 known / 80 CPU tape``, ``blocked``."""
+        if self.status in ("blocked", "deferred", "n/a"):
+            return self.status
+        return f"{self._counts()} {short_device(self.device)}" + (f" {self.graph}" if self.graph != "none" else "")
+
     def _counts(self) -> str:
         if self.status == "pass":
             shown = f"✓ {self.counts['pass']}"
