@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from attnmatrix.cases.case import Case, ForwardMode
 from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.cases.options import Tree
 
 LONG = 256  # prefixes above this are shortened in derived batches
 
@@ -65,7 +66,7 @@ def vary(case: Case, size: int, salt: int, trend: int = 0) -> Case:
 
     Request i resembles request ``i % batch_size``; its lengths are larger with ``trend`` 1, smaller with -1. A request
     without prefix stays without, so that both paths are met again; the first long prefix of a batch is shortened to keep
-    derived batches cheap.
+    derived batches cheap. A tree that all requests shared differs between them, so that no mask can be a constant.
     """
     if case.batch_size == 0:
         return case.but(seed=case.seed + salt)
@@ -85,7 +86,14 @@ def vary(case: Case, size: int, salt: int, trend: int = 0) -> Case:
         prefixes.append(prefix)
         news.append(new)
     trees = tuple(case.tree(source) for source in order) if len(case.trees) > 1 else case.trees
+    if len(trees) == 1:
+        trees = tuple(_regrafted(trees[0], salt + index) for index in range(size))
     return case.but(prefix_lens=tuple(prefixes), new_lens=tuple(news), trees=trees, seed=case.seed + salt)
+
+
+def _regrafted(tree: Tree, turns: int) -> Tree:
+    """The tree with its last node hung elsewhere: its parent moved ``turns`` nodes on, around the end."""
+    return (*tree[:-1], (tree[-1] + 1 + turns) % len(tree) - 1)
 
 
 def _free_length(case: Case) -> bool:

@@ -84,6 +84,10 @@ class Tape:
         for entry in self._entries:
             entry.replay()
 
+    def __len__(self) -> int:
+        """Recorded operations."""
+        return len(self._entries)
+
     @property
     def listening(self) -> bool:
         """False while a recorded operation runs: what happens inside it is not recorded again."""
@@ -133,6 +137,11 @@ class _RecordOperators(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: keeping dynamo from tracing this class would import it, which takes a second; nothing is traced meanwhile."""
+        return False
+
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
@@ -145,7 +154,7 @@ class _RecordOperators(TorchDispatchMode):
             raise CaptureError(f"{func} reads a tensor's values on the host, which a graph cannot capture")
         body = _python_body(func)
         if body is not None:
-            with self:
+            with self, _RefuseHostReads(self._tape):  # neither is in force while torch handles the operator
                 return body(*args, **kwargs)
         return self._tape.operator(func, args, kwargs)
 

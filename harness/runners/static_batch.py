@@ -31,7 +31,10 @@ class StaticBatch:
         case, device = world.case, world.device
         self.world, self.rows, self.width = world, rows, world.context.tokens_per_request
         tokens = rows * self.width
-        self.padding = HostRow(0, case.tree(0))
+        padded = case.but(trees=((-1,) * self.width,)) if case.trees else case  # a mask that no tree of the case has
+        self.padding = HostRow(0, padded.tree(0))
+        self._padding_depths = torch.tensor(padded.depths(0), device=device)
+        self._padding_ancestors = draft_tree(padded, device).ancestors[: self.width]
         self.host = [self.padding] * rows
         self.tokens = StaticTokens(world, tokens)
         self.seq_lens = torch.empty(rows, dtype=torch.int32, device=device)
@@ -76,14 +79,12 @@ class StaticBatch:
         self.host[start:] = [self.padding] * (self.rows - start)
         self.seq_lens[start:] = 0 if world.case.forward.seq_lens_is_prefix else width
         self.req_pool_indices[start:] = 0
-        depths = torch.tensor(world.case.depths(0), device=world.device)
-        self.positions[token:] = depths.repeat(self.rows - start)
+        self.positions[token:] = self._padding_depths.repeat(self.rows - start)
         self.out_loc[token:] = scratch_locations(world, len(self.out_loc) - token)
         if self.state_indices is not None:
             self.state_indices[start:] = -1
         if self.ancestors is not None:
-            tree = draft_tree(world.case, world.device).ancestors[:width]
-            self.ancestors[token:] = tree.repeat(self.rows - start, 1)
+            self.ancestors[token:] = self._padding_ancestors.repeat(self.rows - start, 1)
 
     def _batch(self, size: int) -> Batch:
         drafts = None

@@ -1,0 +1,19 @@
+"""Small tensors on shared machines: threads cost more than they give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attnmatrix.harness.interpreter import prepare_triton
+
+prepare_triton(torch.device("cpu"), interpreted=False)  # before torch imports Triton
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
