@@ -67,9 +67,9 @@ def relative_rms(actual: Tensor, reference: Tensor) -> Tensor:
 def limits(baseline: Tensor, conditioning: Tensor) -> Tensor:
     """``FACTOR * max(baseline of the row, median baseline, 2**-24 * conditioning)`` per row.
 
-    A baseline that overflowed excuses nothing: it counts as 0.
+    A baseline or conditioning that overflowed excuses nothing: it counts as 0.
     """
-    baseline = torch.where(torch.isfinite(baseline), baseline, 0.0)
+    baseline, conditioning = (torch.where(torch.isfinite(term), term, 0.0) for term in (baseline, conditioning))
     median = baseline.median() if baseline.numel() else baseline.new_zeros(())
     return FACTOR * torch.maximum(torch.maximum(baseline, median), FLOAT32_UNIT * conditioning)
 

@@ -99,6 +99,19 @@ def test_a_baseline_that_overflowed_excuses_nothing(overflowed: float) -> None:
     assert compare(wrong, right, torch.full_like(right, overflowed)).ratio.max() == float("inf")
 
 
+@pytest.mark.parametrize("overflowed", [float("inf"), float("nan")], ids=str)
+def test_conditioning_that_overflowed_excuses_nothing(overflowed: float) -> None:
+    right = rows()
+    assert (compare(right * 1.5, right, conditioning=torch.full((4, 2), overflowed)).ratio > 1).all()
+
+
+def test_a_limit_that_is_not_a_number_passes_nothing() -> None:
+    error = torch.tensor([1e-9, float("inf"), float("nan"), float("nan")])
+    limit = torch.tensor([float("nan"), float("inf"), 1.0, float("inf")])
+    found = Measurement("out", 0, 0, ("token",), (4,), error, error, limit, 0)
+    assert (found.ratio == float("inf")).all()
+
+
 def test_an_exact_result_passes_an_exact_baseline() -> None:
     right = rows()
     assert compare(right.clone(), right, right.clone()).ratio.max() == 0.0
