@@ -10,6 +10,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.options import Tree
 
 LONG = 256  # prefixes above this are shortened in derived batches
+LONG_NEW = 40  # and new lengths above this
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def vary(case: Case, size: int, salt: int, trend: int = 0) -> Case:
     """A batch like ``case`` with ``size`` requests, other lengths and other data; options stay.
 
     Request i resembles request ``i % batch_size``; its lengths are larger with ``trend`` 1, smaller with -1. A request
-    without prefix stays without, so that both paths are met again; the first long prefix of a batch is shortened to keep
+    without prefix stays without, so that both paths are met again; long prefixes and new lengths are shortened to keep
     derived batches cheap. A tree that all requests shared differs between them, so that no mask can be a constant.
     """
     if case.batch_size == 0:
@@ -82,7 +83,7 @@ def vary(case: Case, size: int, salt: int, trend: int = 0) -> Case:
             base = prefix if prefix <= LONG else rng.randrange(LONG // 2, LONG)
             prefix = max(1, base + rng.choice(steps))
         if new and _free_length(case):
-            new = max(1, new + rng.choice([step for step in (-2, -1, 0, 1, 2, 3) if step * trend >= 0]))
+            new = max(1, min(new, LONG_NEW) + rng.choice([step for step in (-2, -1, 0, 1, 2, 3) if step * trend >= 0]))
         prefixes.append(prefix)
         news.append(new)
     trees = tuple(case.tree(source) for source in order) if len(case.trees) > 1 else case.trees
