@@ -6,6 +6,26 @@ import torch
 from torch import Tensor
 
 
+def score_baseline(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor,
+    scale: float,
+    *,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    distance: Tensor | None = None,
+) -> Tensor:
+    """float32 ``[new, Hq, kv]``: scores of one request, -inf where ``mask`` is False; arguments as in :func:`softmax_baseline`."""
+    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    score = torch.einsum("nhd,khd->nhk", q.float(), keys) * scale
+    if soft_cap is not None:
+        score = soft_cap * torch.tanh(score / soft_cap)
+    if alibi_slopes is not None and distance is not None:
+        score = score + alibi_slopes[None, :, None] * distance[:, None, :]
+    return torch.where(mask[:, None, :], score, float("-inf"))
+
+
 def softmax_baseline(
     q: Tensor,
     k: Tensor,
@@ -23,14 +43,8 @@ def softmax_baseline(
     Float32 scores and softmax, P rounded to the input dtype, products accumulated in float32, the output rounded.
     Arguments as in :func:`attnmatrix.references.softmax.softmax_attention`; ``distance`` is key minus query position.
     """
-    group = q.shape[1] // k.shape[1]
-    keys, values = k.float().repeat_interleave(group, dim=1), v.float().repeat_interleave(group, dim=1)
-    score = torch.einsum("nhd,khd->nhk", q.float(), keys) * scale
-    if soft_cap is not None:
-        score = soft_cap * torch.tanh(score / soft_cap)
-    if alibi_slopes is not None and distance is not None:
-        score = score + alibi_slopes[None, :, None] * distance[:, None, :]
-    score = torch.where(mask[:, None, :], score, float("-inf"))
+    score = score_baseline(q, k, mask, scale, soft_cap=soft_cap, alibi_slopes=alibi_slopes, distance=distance)
+    values = v.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     peak = score.amax(dim=-1, keepdim=True) if score.shape[-1] else score.new_full((*score.shape[:2], 1), float("-inf"))
     if sinks is not None:
         peak = torch.maximum(peak, sinks[None, :, None])

@@ -65,13 +65,19 @@ class KnownFault:
     reason: str
 
 
+def always(case: Case, device: str) -> bool:
+    """On every case and device."""
+    return True
+
+
 @dataclass(frozen=True)
 class RoundingStep:
     """A rounding that a kernel performs beyond the textbook sequence. No number: ``name`` selects a model of it in
-    ``harness/rounding.py``, ``citation`` is the kernel's line."""
+    ``harness/rounding.py``, ``citation`` is the kernel's line, ``applies(case, device type)`` says which batches meet it."""
 
     name: str
     citation: str
+    applies: Callable[[Case, str], bool] = always
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,10 @@ class Conventions:
     tail_may_hold_nan: bool = True
     unreferenced_may_hold_nan: bool = True
     rounding: tuple[RoundingStep, ...] = ()
+
+    def rounding_of(self, case: Case, device: str) -> frozenset[str]:
+        """Names of the rounding steps that a batch meets on a device type."""
+        return frozenset(step.name for step in self.rounding if step.applies(case, device))
 
     def __post_init__(self) -> None:
         allowed = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from attnmatrix.cases.case import AttentionKind, ForwardMode
-from attnmatrix.harness.baseline import softmax_baseline
+from attnmatrix.harness.rounding import TF32_PRODUCTS, chunked_decay, softmax_rounded
 from attnmatrix.harness.runners.recorder import AttentionCall
 from attnmatrix.harness.world import StepData, World
 from attnmatrix.references.decayed_state import decayed_state_attention, decayed_state_sizes
@@ -34,6 +34,7 @@ def expected_quantities(world: World, step: StepData, call: AttentionCall) -> di
 
 def _softmax(world: World, step: StepData, call: AttentionCall) -> dict[str, Quantity]:
     case, context = step.case, world.context
+    baseline = softmax_rounded(world.conventions.rounding_of(case, world.device.type))
     outs, lses, conds, base_outs, base_lses = [], [], [], [], []
     start = 0
     for request, new in enumerate(case.new_lens):
@@ -48,9 +49,9 @@ def _softmax(world: World, step: StepData, call: AttentionCall) -> dict[str, Qua
             call.q[rows], k, v, mask, context.scale, soft_cap=case.soft_cap, sinks=context.sinks,
             alibi_slopes=context.alibi_slopes, query_positions=queries, key_positions=keys,
         )  # fmt: skip
-        out, lse = softmax_baseline(
+        out, lse = baseline(
             call.q[rows], k, v, mask, context.scale, soft_cap=case.soft_cap, sinks=context.sinks,
-            alibi_slopes=context.alibi_slopes, distance=keys[None, :] - queries[:, None],
+            alibi_slopes=context.alibi_slopes, distance=keys[None, :] - queries[:, None], page_size=case.page_size,
         )  # fmt: skip
         outs.append(right.out)
         lses.append(right.lse)
@@ -74,11 +75,16 @@ def _lightning(world: World, step: StepData, call: AttentionCall) -> dict[str, Q
     right = decayed_state_attention(call.q, call.k, call.v, initial, **plain)  # type: ignore[arg-type]
     sizes = decayed_state_sizes(call.q, call.k, call.v, initial, **plain)  # type: ignore[arg-type]
     base = decayed_state_attention(call.q, call.k, call.v, initial, dtype=torch.float32, **plain)  # type: ignore[arg-type]
-    quantities = {"out": _conditioned(("token", "head"), right.out, base.out.to(world.dtype), sizes.out)}
+    base_out, base_final = base.out.to(world.dtype), base.final
+    steps = world.conventions.rounding_of(case, world.device.type)
+    if steps and trees is None:
+        rounded = chunked_decay(steps, call.q, call.k, call.v, initial, slopes, case.new_lens, context.scale)
+        base_out, base_final = rounded.out, rounded.final if TF32_PRODUCTS in steps else base_final
+    quantities = {"out": _conditioned(("token", "head"), right.out, base_out, sizes.out)}
     if right.tokens is not None and base.tokens is not None and sizes.tokens is not None and verify:
         quantities["intermediate"] = _conditioned(("token", "head", "key row"), right.tokens, base.tokens, sizes.tokens)
     else:
-        quantities["state"] = _conditioned(("request", "head", "key row"), right.final, base.final, sizes.final)
+        quantities["state"] = _conditioned(("request", "head", "key row"), right.final, base_final, sizes.final)
     return quantities
 
 

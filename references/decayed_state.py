@@ -64,18 +64,17 @@ def decayed_state_sizes(
 ) -> DecayedStateResult:
     """How large the terms are whose sum :func:`decayed_state_attention` is (same arguments): the condition of each result.
 
-    The same recurrence over absolute values, each term times ``1 + exponent`` where ``exp(-exponent)`` is its decay: a decay of
-    exponent x carries a relative error of x rounding units, whether multiplied up token by token or taken from one rounded product
+    The same recurrence over absolute values, each term times ``1 + n`` where n decays were applied to it: a kernel that goes
+    token by token multiplies by a rounded factor n times, and however close to 1 the factor is, each rounding counts in full
     (Higham 2002, section 3.1).
     """
-    rate = slopes.float().view(1, -1, 1, 1)
-    decay = torch.exp(-rate)
+    decay = torch.exp(-slopes.float()).view(1, -1, 1, 1)
     qd, kd, vd = (t.float().abs() for t in (q, k, v))
     start = initial.float().abs()
 
     def advance(states: Sequence[Tensor], at: Tensor) -> None:
         plain, weighted = states
-        weighted.addcmul_(plain, rate).mul_(decay)
+        weighted.add_(plain).mul_(decay)
         plain.mul_(decay).addcmul_(kd[at].unsqueeze(-1), vd[at].unsqueeze(-2))
 
     def read(states: Sequence[Tensor], at: Tensor) -> Tensor:

@@ -1,0 +1,200 @@
+"""Row ``seg_la``: SGLang's segmented linear-attention kernels (Lightning attention), without the package around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
+from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
+from attnmatrix.harness.capabilities import Blocked, Capabilities, Conventions, KnownFault, RoundingStep
+from attnmatrix.harness.installed import load_file
+from attnmatrix.harness.interpreter import prepare_triton
+from attnmatrix.harness.lazy import torch
+from attnmatrix.harness.registry import Row, register
+
+if TYPE_CHECKING:
+    from attnmatrix.harness.batch import Batch, DraftTree
+    from attnmatrix.harness.context import Context
+    from torch import Tensor
+
+DECODE_DIM = 128  # the decode kernel's K split: smaller heads leave it without a program
+
+
+@dataclass
+class SegLaMetadata:
+    kernel: Any  # SegLaMeta, its tensors on gpu
+    cache_indices: Tensor  # on gpu; int32 [R]; row of the intermediate states
+
+    def get_last_indices(self, bs: int) -> Tensor:
+        return self.kernel.q_offsets[1 : bs + 1] - 1
+
+
+class SegLa(AttentionBackend):
+    """``seg_la_fwd`` chooses among its prefill, decode and draft kernels; the row hands it every batch alike."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        prepare_triton(context.device, interpreted=True)
+        self._module = load_file("sglang", "seg_la.py")
+
+    def prepare_metadata(self, batch: Batch) -> None:
+        assert batch.state_indices is not None
+        lengths = batch.cu_seqlens_q.diff()
+        prefix = batch.seq_lens if batch.forward_mode.seq_lens_is_prefix else batch.seq_lens - lengths
+        mask = _tree_mask(batch.drafts, batch.new_lens) if batch.drafts is not None and not batch.drafts.is_chain else None
+        kernel = self._module.SegLaMeta(
+            batch_size=batch.padded_reqs,
+            max_q_length=max(batch.new_lens, default=0),
+            q_offsets=batch.cu_seqlens_q,
+            s_offsets=batch.state_indices,
+            q_lengths=lengths,
+            s_scales=(prefix > 0).int(),
+            mask=mask,
+        )
+        rows = torch.arange(batch.padded_reqs, dtype=torch.int32, device=self.context.device)
+        batch.attn_metadata = SegLaMetadata(kernel, rows)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
+        context, meta = self.context, batch.attn_metadata
+        assert context.states is not None
+        assert context.slopes is not None
+        if not batch.num_tokens:
+            return torch.empty_like(q)
+        verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
+        return self._module.seg_la_fwd(
+            q,
+            k,
+            v,
+            context.states.state(layer_id),
+            context.slopes[layer_id],
+            meta.kernel,
+            caches=context.states.intermediate(layer_id) if verify else None,
+            cache_indices=meta.cache_indices if verify else None,
+            softmax_scale=context.scale,
+        )
+
+    def inspect_metadata(self, batch: Batch) -> PreparedMetadata:
+        return PreparedMetadata(cu_seqlens_q=batch.attn_metadata.kernel.q_offsets)
+
+    def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
+        device, width = self.context.device, self.context.tokens_per_request
+        self._static: dict[int, SegLaMetadata] = {}
+        for size in batch_sizes:
+            kernel = self._module.SegLaMeta(
+                batch_size=size,
+                max_q_length=width,
+                q_offsets=torch.arange(size + 1, dtype=torch.int32, device=device) * width,
+                s_offsets=torch.full((size,), -1, dtype=torch.int32, device=device),
+                q_lengths=torch.full((size,), width, dtype=torch.int32, device=device),
+                s_scales=torch.ones(size, dtype=torch.int32, device=device),
+            )
+            self._static[size] = SegLaMetadata(kernel, torch.arange(size, dtype=torch.int32, device=device))
+
+    def prepare_for_capture(self, batch: Batch) -> None:
+        batch.attn_metadata = self._static[batch.padded_reqs]
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        static, fresh = self._static[batch.padded_reqs].kernel, batch.attn_metadata.kernel
+        for name in ("q_offsets", "s_offsets", "q_lengths", "s_scales"):
+            getattr(static, name).copy_(getattr(fresh, name))
+
+
+def _tree_mask(drafts: DraftTree, new_lens: tuple[int, ...]) -> Tensor:
+    """int32 ``[R, widest, widest]``: 1 where a draft token (row) may see a draft token (column) of its own request."""
+    widest = drafts.ancestors.shape[1]
+    mask = drafts.ancestors.new_zeros(len(new_lens), widest, widest)
+    start = 0
+    for row, new in enumerate(new_lens):
+        mask[row, :new] = drafts.ancestors[start : start + new]
+        start += new
+    return mask.int()
+
+
+def _one_token_kernel(case: Case) -> bool:
+    """``seg_la_fwd`` takes its decode kernel for every batch of at most one new token per request on average."""
+    return 0 < case.num_tokens <= case.batch_size
+
+
+def _why_not(case: Case) -> Blocked | None:
+    if case.heads.group > 1:
+        return Blocked("no GQA", "AssertionError", "seg_la does NOT support GQA")
+    if case.heads.dim < DECODE_DIM and _one_token_kernel(case):
+        return Blocked(f"decode needs head dim >= {DECODE_DIM}", "IndexError", "index 0 is out of bounds")
+    return None
+
+
+def _stale_state(case: Case, mode: RunnerMode) -> bool:
+    extend = case.forward in (ForwardMode.EXTEND, ForwardMode.MIXED)
+    return extend and set(case.new_lens) == {1} and 0 in case.prefix_lens
+
+
+def _uneven_lengths(case: Case, mode: RunnerMode) -> bool:
+    return _one_token_kernel(case) and set(case.new_lens) != {1}
+
+
+def _verify(case: Case) -> bool:
+    return case.forward is ForwardMode.TARGET_VERIFY
+
+
+FAULTS = (
+    KnownFault(
+        _stale_state,
+        finding="seg_la_one_token_extend_reads_stale_state",
+        diagnosis="a request without prefix starts from the state left in its slot",
+        reason="one new token per request takes the decode kernel, which starts from the slot's old state without a prefix too",
+    ),
+    KnownFault(
+        _uneven_lengths,
+        finding="seg_la_uneven_lengths_take_decode_kernel",
+        diagnosis="token r is computed as the one token of request r",
+        reason="lengths such as (2, 0) add up to the batch size and take the decode kernel, one token per request",
+    ),
+    KnownFault(
+        lambda case, mode: _verify(case) and set(case.new_lens) == {1},
+        finding="seg_la_verify_of_one_draft_updates_live_state",
+        diagnosis="a verify step advances the live state and keeps no intermediate state",
+        reason="verify of one draft token takes the decode kernel: the live state advances, no intermediate state is written",
+    ),
+    KnownFault(
+        lambda case, mode: _verify(case) and len(set(case.new_lens)) > 1,
+        finding="seg_la_ragged_verify_reads_other_requests",
+        diagnosis="every request has the batch's mean number of draft tokens",
+        reason="verify divides the tokens evenly among the requests, whatever q_lengths says",
+    ),
+    KnownFault(
+        lambda case, mode: _verify(case) and bool(case.trees),
+        finding="seg_la_verify_ignores_tree_mask",
+        diagnosis="a draft tree is verified as a chain",
+        reason="with intermediate states asked for, the tree mask is ignored and the drafts are taken as a chain",
+    ),
+)
+
+ROUNDING = (
+    RoundingStep(
+        "partial sums of 32 key dims in the input dtype",
+        "seg_la_fwd: K_SPLIT_DIM = 32, tmp = torch.empty((k_dim_block, ...), dtype=q.dtype), o = tmp.sum(0)",
+        lambda case, device: not _one_token_kernel(case),
+    ),
+    RoundingStep(
+        "products of factors cut to TF32",
+        "seg_la_p_kernel: tl.dot(q, k), tl.dot(qk, v), tl.dot(q, state) and tl.dot(k, v) of float32 operands",
+        lambda case, device: device == "cuda" and not _one_token_kernel(case) and not _verify(case),
+    ),
+)
+
+register(
+    Row(
+        name="seg_la",
+        kind=AttentionKind.LIGHTNING,
+        create=SegLa,
+        capabilities=Capabilities(why_not=_why_not, known_faults=FAULTS),
+        conventions=Conventions(rounding=ROUNDING),
+        distributions=("sglang", "triton"),
+        interpreted=True,
+        summary="segmented linear attention, Triton",
+        source=__file__,
+    )
+)

@@ -1,0 +1,108 @@
+"""Roundings that a kernel performs beyond the textbook sequence: models that a row names and that take no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from attnmatrix.harness.baseline import score_baseline, softmax_baseline
+from torch import Tensor
+
+PARTIAL_SUMS = "partial sums of 32 key dims in the input dtype"
+TF32_PRODUCTS = "products of factors cut to TF32"
+PAGE_SUMS = "running maximum, sum and output in the input dtype, page by page"
+
+CHUNK = 32  # tokens that Lightning's prefill kernels take at a time
+KEY_SPLIT = 32  # key dims per partial sum
+_TF32_CUT = -(1 << 13)  # mask that leaves 10 of float32's 23 mantissa bits, as tensor cores read a float32 operand
+
+
+@dataclass(frozen=True)
+class ChunkedDecay:
+    """``out`` ``[T, H, V]`` in the input dtype and ``final`` ``[R, H, K, V]`` float32."""
+
+    out: Tensor
+    final: Tensor
+
+
+def softmax_rounded(steps: Collection[str]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The softmax baseline under the named steps; called as :func:`softmax_baseline` plus ``page_size``."""
+    _check(steps, (PAGE_SUMS,))
+    return _page_by_page if PAGE_SUMS in steps else _textbook
+
+
+def _textbook(*args: Tensor, page_size: int, **options: object) -> tuple[Tensor, Tensor]:
+    return softmax_baseline(*args, **options)  # type: ignore[arg-type]
+
+
+def _page_by_page(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, page_size: int, sinks: Tensor | None = None, **options: object
+) -> tuple[Tensor, Tensor]:
+    """Online softmax over the pages of one request; everything carried from page to page is rounded to q's dtype."""
+    if sinks is not None:
+        raise ValueError(f"{PAGE_SUMS}: sinks have no model")
+    dtype, group = q.dtype, q.shape[1] // k.shape[1]
+    score = score_baseline(q, k, mask, scale, **options).to(dtype)  # type: ignore[arg-type]
+    values = v.float().repeat_interleave(group, dim=1)
+    peak = score.new_full(score.shape[:2], float("-inf"))
+    total, out = torch.zeros_like(peak), torch.zeros_like(q)
+    for start in range(0, k.shape[0], page_size):
+        part = score[..., start : start + page_size]
+        higher = torch.maximum(peak, part.amax(dim=-1))
+        anchor = torch.where(torch.isfinite(higher), higher, 0.0).float()
+        weight = torch.exp(part.float() - anchor[..., None]).to(dtype)
+        fade = torch.exp(peak.float() - anchor).to(dtype)
+        product = torch.einsum("nhk,khd->nhd", weight.float(), values[start : start + page_size]).to(dtype)
+        out = out * fade[..., None] + product
+        total = total * fade + weight.float().sum(dim=-1).to(dtype)
+        peak = higher
+    return torch.where(total[..., None] > 0, out / total[..., None], 0.0), peak.float() + torch.log(total.float())
+
+
+def chunked_decay(
+    steps: Collection[str], q: Tensor, k: Tensor, v: Tensor, initial: Tensor, slopes: Tensor, new_lens: Sequence[int], scale: float
+) -> ChunkedDecay:
+    """Decayed-state attention chunk by chunk with the decays factored into q and k, under the named steps.
+
+    Arguments as in :func:`attnmatrix.references.decayed_state.decayed_state_attention`. Token i of a chunk of n is scaled by
+    ``exp(slope * (n - 1 - i))``, its key by the inverse (lightning attention, arXiv 2401.04658, algorithm 1).
+    """
+    _check(steps, (PARTIAL_SUMS, TF32_PRODUCTS))
+    cut = _tf32 if TF32_PRODUCTS in steps else _exact
+    splits = q.shape[2] // KEY_SPLIT if PARTIAL_SUMS in steps else 1
+    rate = slopes.float().view(-1, 1, 1)
+    qs, ks = (t.float().unflatten(2, (splits, -1)).permute(2, 1, 0, 3) for t in (q, k))  # [S, H, T, K / S]
+    vs = v.float().transpose(0, 1)  # [H, T, V]
+    parts = torch.empty(splits, *q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+    finals, start = [], 0
+    for request, new in enumerate(new_lens):
+        state = initial[request].float().unflatten(1, (splits, -1)).transpose(0, 1)  # [S, H, K / S, V]
+        for begin in range(start, start + new, CHUNK):
+            at = slice(begin, min(begin + CHUNK, start + new))
+            count = at.stop - at.start
+            left = torch.arange(count - 1, -1, -1, device=q.device)[:, None]
+            query, key, value = cut(qs[:, :, at] * torch.exp(rate * left)), cut(ks[:, :, at] * torch.exp(-rate * left)), cut(vs[:, at])
+            score = (query @ key.transpose(-1, -2) * scale).tril()
+            fade = torch.exp(-rate * count)
+            out = query @ cut(state) * fade * scale + cut(score) @ value
+            state = state * fade + key.transpose(-1, -2) @ value
+            parts[:, at] = out.transpose(1, 2).to(q.dtype)
+        finals.append(state.transpose(0, 1).flatten(1, 2))
+        start += new
+    return ChunkedDecay(parts.float().sum(dim=0).to(q.dtype), torch.stack(finals))
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _tf32(tensor: Tensor) -> Tensor:
+    """float32 with the mantissa bits that TF32 lacks cut off."""
+    return (tensor.contiguous().view(torch.int32) & _TF32_CUT).view(torch.float32)
+
+
+def _check(steps: Collection[str], known: Sequence[str]) -> None:
+    unknown = [step for step in steps if step not in known]
+    if unknown:
+        raise ValueError(f"unknown rounding step {unknown[0]!r}; known here: {', '.join(known)}")
