@@ -94,8 +94,10 @@ class LightningSubject(AttentionBackend):
         return out
 
     def store(self, row: int, state: Tensor, layer: int, plan: StatePlan, batch: Batch) -> None:
-        """Write a request's final state ``[H, K, V]``."""
-        self.pool(layer)[plan.state_indices[row]] = state
+        """Write a request's final state ``[H, K, V]``; slot -1 touches nothing."""
+        slot = int(plan.state_indices[row])
+        if slot >= 0:
+            self.pool(layer)[slot] = state
 
     def chunk(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs ``[n, H, V]`` of one chunk and the state after it."""
@@ -153,9 +155,10 @@ class LightningSubject(AttentionBackend):
         return plan.parents[:, node]
 
     def keep(self, states: Tensor, outs: Tensor, drafted: Tensor, plan: StatePlan, batch: Batch) -> Tensor:
-        """Write ``states`` ``[R, n, H, K, V]`` into ``drafted``; pack ``outs`` ``[R, n, H, V]`` as ``[T, H, V]``."""
+        """Write the live rows of ``states`` ``[R, n, H, K, V]`` into ``drafted``; pack ``outs`` ``[R, n, H, V]`` as ``[T, H, V]``."""
         if len(set(plan.new_lens)) == 1:
-            drafted[: states.shape[0], : states.shape[1]] = states
+            own = drafted[: states.shape[0], : states.shape[1]]
+            own.copy_(torch.where((plan.state_indices >= 0)[:, None, None, None, None], states, own))
             return outs.flatten(0, 1)
         for row, new in enumerate(plan.new_lens):
             drafted[row, :new] = states[row, :new]
