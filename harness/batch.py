@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from attnmatrix.cases.case import ForwardMode
@@ -57,3 +57,18 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.out_loc.shape[0])
+
+    def changes(self, fresh: Batch) -> list[str]:
+        """One line for each field that differs from ``fresh``, this batch as it was given; ``attn_metadata`` is the backend's."""
+        names = [f.name for f in fields(self) if f.name not in ("attn_metadata", "drafts")]
+        pairs = [(name, getattr(self, name), getattr(fresh, name)) for name in names]
+        if self.drafts is not None and fresh.drafts is not None:
+            pairs.append(("drafts.ancestors", self.drafts.ancestors, fresh.drafts.ancestors))
+        return [f"batch.{name} was modified" for name, now, before in pairs if not _same(now, before)]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal values, and for tensors equal shape and dtype."""
+    if not hasattr(one, "shape") or not hasattr(other, "shape"):
+        return bool(one == other)
+    return bool(one.shape == other.shape and one.dtype == other.dtype and (one == other).all())

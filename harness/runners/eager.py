@@ -21,4 +21,4 @@ def run_eager(world: World, backend: AttentionBackend) -> Iterator[StepRun]:
         recorder = Recorder(backend, batch, world.conventions)
         with nan_in_new_tensors():
             final = model(world.steps[index].hidden, world.steps[index].inputs, recorder)
-        yield StepRun(index, recorder.calls, final)
+        yield StepRun(index, recorder.calls, final, problems=tuple(batch.changes(world.batch(index))))

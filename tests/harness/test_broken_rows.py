@@ -121,6 +121,16 @@ class RowNeverWritten(Softmax):
         return out
 
 
+class LengthsBumpedInPlace(Softmax):
+    """Right results, but the engine's lengths are one larger afterwards."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
+        out = super().forward(q, k, v, layer_id, batch)
+        if self.broken and layer_id == 1:
+            batch.seq_lens.add_(1)
+        return out
+
+
 class NeighbourState(Lightning):
     """Each request works on the state slot of its neighbour."""
 
@@ -178,6 +188,8 @@ FAULTS = (
     Fault(ForeignWrite, ("cross_page_boundary.shuffled", "decode_bsz1_nonzero_prefix.shuffled"), "outside out_loc changed"),
     Fault(LayerZeroRead, ("decode_page_boundary.shuffled", "common_prefix.interleaved", "context1000_extend"), "out of layer 1"),
     Fault(RowNeverWritten, ("ragged_page_boundary.shuffled", "decode_bsz1_nonzero_prefix.shuffled"), "error inf"),
+    Fault(LengthsBumpedInPlace, ("ragged_page_boundary.shuffled",), "batch.seq_lens was modified"),
+    Fault(LengthsBumpedInPlace, ("tree_siblings",), "batch.seq_lens was modified", RunnerMode.VERIFY),
     Fault(NeighbourState, ("ragged_page_boundary.shuffled", "decode_page_boundary.shuffled", "context4000_decode"), "layer 0"),
     Fault(StaleState, ("zero_prefix_exact_page.shuffled", "mixed_scratch_hit_decode", "single_token_no_prefix"), "layer 0"),
     Fault(LayerZeroSlopes, ("decode_page_boundary.shuffled", "ragged_page_boundary.shuffled", "unit_state_decode"), "layer 1"),
