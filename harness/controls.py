@@ -241,6 +241,11 @@ CONTROLS: tuple[Control, ...] = (
 """All controls."""
 
 
+def control_kinds(case: Case) -> frozenset[str]:
+    """The kinds of controls that apply to a case."""
+    return frozenset(control.kind for control in CONTROLS if control.applies(case))
+
+
 def controls_for(row: Row, mode: RunnerMode, case: Case, device: str) -> tuple[Control, ...]:
     """The controls that this case tries: each control is tried on the first ``TRIES_PER_CELL`` suite cases it applies to that the row
     claims to support; a case outside the suite tries all that apply."""

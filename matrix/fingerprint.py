@@ -73,9 +73,13 @@ def token_text(source: str) -> str:
                 continue
         if kind in _DROPPED:
             continue
-        if pending and kind != token.NEWLINE:
+        docstring_ends = bool(pending) and kind == token.NEWLINE
+        if pending and not docstring_ends:
             words.append(pending)
         pending = ""
+        if docstring_ends:
+            line_start = True
+            continue
         if kind == token.STRING and line_start and not text.lower().startswith("f"):
             pending = text  # a docstring, unless the line goes on
         elif kind in _LAYOUT:

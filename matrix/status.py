@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from attnmatrix.cases.ids import parse_case
+from attnmatrix.harness.controls import control_kinds
 from attnmatrix.matrix.record import Record
 
 ORDER = ("crash", "fail", "vacuous", "flaky", "known", "stale", "pass", "deferred", "blocked", "n/a", "untested")
@@ -75,6 +76,10 @@ def summarise(records: Sequence[Record], statuses: Sequence[str]) -> Cell:
     """The cell of records that share row, mode and device; ``statuses`` are theirs, staleness applied."""
     counts = Counter(statuses)
     status = next(s for s in ORDER if s in counts)
+    untried = _untried_controls(records, statuses) if status == "pass" else []
+    if untried:
+        status = "vacuous"
+        counts["vacuous"] = counts.pop("pass")
     reasons = Counter(r.reason for r, s in zip(records, statuses, strict=True) if s == status and r.reason)
     margins = [r.margin for r, s in zip(records, statuses, strict=True) if r.margin is not None and s in ("pass", "known")]
     controls = [pair for record in records for pair in record.controls.values()]
@@ -90,8 +95,19 @@ def summarise(records: Sequence[Record], statuses: Sequence[str]) -> Cell:
             default=max(margins, default=None),
         ),
         controls=(sum(c[0] for c in controls), sum(c[1] for c in controls)),
-        reason=reasons.most_common(1)[0][0] if reasons else "",
+        reason=f"no negative control of kind {', '.join(untried)} was tried"
+        if untried
+        else reasons.most_common(1)[0][0]
+        if reasons
+        else "",
     )
+
+
+def _untried_controls(records: Sequence[Record], statuses: Sequence[str]) -> list[str]:
+    """Kinds of controls that apply to some passing case of a cell and that none of its cases tried (and saw run to its end)."""
+    passed = [record for record, status in zip(records, statuses, strict=True) if status == "pass"]
+    relevant = {kind for record in passed for kind in control_kinds(parse_case(record.case))}
+    return sorted(relevant - {kind for record in passed for kind, (_, tried) in record.controls.items() if tried})
 
 
 def axes(records: Iterable[Record]) -> str:

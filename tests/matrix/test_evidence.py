@@ -1,0 +1,77 @@
+"""Evidence files are whole, merged by key, and never half written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from attnmatrix.harness.registry import UsageError
+from attnmatrix.matrix.evidence_file import merge, read, read_file, write
+from made_records import record
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    records = [record(), record(mode="verify", status="fail", margin=None)]
+    write(tmp_path / "e.jsonl", records)
+    assert read_file(tmp_path / "e.jsonl") == merge(records)
+
+
+def test_a_truncated_file_is_refused_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    write(path, [record(), record(mode="verify")])
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UsageError, match="truncated: line 2"):
+        read_file(path)
+
+
+@pytest.mark.parametrize("line", ["{}", "nonsense", '{"backend": 3}'])
+def test_a_foreign_line_is_refused_by_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "e.jsonl"
+    write(path, [record()])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(UsageError, match="line 2"):
+        read_file(path)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no evidence"):
+        read(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    write(path, [record()])
+    before = path.read_bytes()
+    broken = record(versions={"torch": object()})
+    with pytest.raises(TypeError):
+        write(path, [broken])
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["e.jsonl"]
+
+
+def test_the_latest_record_of_a_key_wins() -> None:
+    old, new = record(fingerprint="a", status="fail"), record(fingerprint="b", utc="2026-01-02T00:00:00Z")
+    assert merge([new, old]) == [new]
+
+
+def test_two_statuses_of_the_same_code_are_flaky() -> None:
+    merged = merge([record(), record(status="fail", utc="2026-01-02T00:00:00Z")])
+    assert [r.status for r in merged] == ["flaky"]
+    assert "pass at" in merged[0].reason
+    assert "fail at" in merged[0].reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device": "NVIDIA H200"},
+        {"versions": {"torch": "2.11"}},
+        {"graph": "cuda"},
+        {"case_hash": "1"},
+        {"mode": "verify"},
+        {"backend": "x"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_part_of_the_key_keeps_records_apart(change: dict[str, object]) -> None:
+    assert len(merge([record(), record(**change)])) == 2

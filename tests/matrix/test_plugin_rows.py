@@ -1,0 +1,66 @@
+"""Cells are pytest items: rows from plugin files, failures with a message, workers, crashed workers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROW = """
+import os
+from attnmatrix.cases.case import AttentionKind
+from attnmatrix.harness.backends.torch_softmax import TorchSoftmax
+from attnmatrix.harness.registry import Row, register
+
+class Odd(TorchSoftmax):
+    def forward(self, q, k, v, layer_id, batch):
+        out = super().forward(q, k, v, layer_id, batch)
+        {fault}
+        return out
+
+register(Row(name="odd", kind=AttentionKind.SOFTMAX, create=Odd, source=__file__))
+"""
+
+
+def _run(tmp_path: Path, fault: str, *arguments: str) -> tuple[int, str, list[dict[str, object]]]:
+    plugin, evidence = tmp_path / "odd.py", tmp_path / "e.jsonl"
+    plugin.write_text(ROW.format(fault=fault))
+    command = [sys.executable, "-m", "attnmatrix.matrix", "run", "--plugin", str(plugin), "--backend", "odd", "--device", "cpu"]
+    done = subprocess.run([*command, "--evidence", str(evidence), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    records = [json.loads(line) for line in evidence.read_text().splitlines()] if evidence.exists() else []
+    return done.returncode, done.stdout + done.stderr, records
+
+
+def test_a_healthy_row_from_a_file_passes(tmp_path: Path) -> None:
+    code, text, records = _run(tmp_path, "pass", "--mode", "eager", "--case", "page_size_1")
+    assert code == 0, text
+    assert [r["status"] for r in records] == ["pass"]
+
+
+def test_a_failure_says_what_where_and_how_to_see_it_again(tmp_path: Path) -> None:
+    code, text, records = _run(tmp_path, "out[-1] = 0", "--mode", "eager", "--case", "page_size_1")
+    assert code == 1
+    assert [r["status"] for r in records] == ["fail"]
+    for expected in (
+        "fail: row 'odd' (softmax), mode eager, cpu",
+        "out of layer",
+        "token 3",
+        "again:  attnmatrix run --backend odd",
+        "layout: attnmatrix explain",
+    ):
+        assert expected in text
+    assert "Traceback" not in text
+
+
+def test_workers_send_their_records(tmp_path: Path) -> None:
+    code, text, records = _run(tmp_path, "pass", "--mode", "eager", "-n", "2", "--case", "page_size_1", "--case", "prefix_exact_page")
+    assert code == 0, text
+    assert len(records) == 2
+
+
+def test_a_process_that_dies_is_a_crash_and_the_next_cell_runs(tmp_path: Path) -> None:
+    fault = "os._exit(9) if batch.num_tokens == 4 else None"
+    code, text, records = _run(tmp_path, fault, "--mode", "eager", "-n", "1", "--case", "page_size_1", "--case", "prefix_exact_page")
+    assert code == 1, text
+    assert {str(r["case_name"]): r["status"] for r in records} == {"page_size_1": "crash", "prefix_exact_page": "pass"}

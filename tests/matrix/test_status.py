@@ -1,0 +1,42 @@
+"""A cell shows its worst status, counts, axes, device, margin and controls."""
+
+from __future__ import annotations
+
+import pytest
+from attnmatrix.matrix.status import AS_DECLARED, MARKS, ORDER, summarise
+from made_records import record
+
+
+def _cell(*statuses: str, **changes: object):
+    return summarise([record(**changes) for _ in statuses], statuses)
+
+
+def test_every_status_has_a_mark() -> None:
+    assert set(MARKS) == set(ORDER)
+    assert set(ORDER) >= AS_DECLARED
+
+
+@pytest.mark.parametrize("worse", range(len(ORDER) - 1))
+def test_the_worst_status_wins(worse: int) -> None:
+    assert _cell(ORDER[worse + 1], ORDER[worse], ORDER[-1]).status == ORDER[worse]
+
+
+def test_a_passing_cell_reads_like_the_legend() -> None:
+    assert _cell("pass", "pass", device="NVIDIA H200", graph="cuda").text() == "✓ 2 · p16 d128 bf16 · H200 cuda · 0.40 · 14/14"
+
+
+def test_known_faults_are_counted_among_the_judged() -> None:
+    cell = _cell("known", "pass", "pass", "blocked")
+    assert cell.text().startswith("✗ 1 known / 3 (+ 1 blocked)")
+
+
+def test_two_bad_statuses_are_both_named() -> None:
+    assert _cell("fail", "known", "pass").text().startswith("✗ 1 fail 1 known / 3")
+
+
+def test_a_blocked_cell_gives_its_reason() -> None:
+    assert _cell("blocked", reason="topk > 1 (NotImplementedError seen)").text() == "blocked: topk > 1 (NotImplementedError seen)"
+
+
+def test_a_pass_without_controls_proves_nothing() -> None:
+    assert _cell("pass", "pass", controls={}).status == "vacuous"
