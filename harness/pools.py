@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 FENCE = 256  # elements before and after each buffer
-_CANARY = {1: 0x5A, 2: 0x5A5A, 4: 0x5A5A5A5A, 8: 0x5A5A5A5A5A5A5A5A}
+CANARY = {1: 0x5A, 2: 0x5A5A, 4: 0x5A5A5A5A, 8: 0x5A5A5A5A5A5A5A5A}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,7 +25,7 @@ class Fenced:
         for extent in shape:
             count *= extent
         self._whole = torch.empty(count + 2 * FENCE, dtype=dtype, device=device)
-        bits(self._whole).fill_(_CANARY[self._whole.element_size()])
+        bits(self._whole).fill_(CANARY[self._whole.element_size()])
         self.tensor = self._whole[FENCE : FENCE + count].view(shape)
 
     def broken(self) -> bool:
@@ -33,7 +33,7 @@ class Fenced:
         whole = bits(self._whole)
         count = whole.numel()
         edges = torch.cat([whole[:FENCE], whole[count - FENCE :]])
-        return bool((edges != _CANARY[self._whole.element_size()]).any())
+        return bool((edges != CANARY[self._whole.element_size()]).any())
 
 
 class KVPool:

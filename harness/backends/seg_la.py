@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from attnmatrix.harness.context import Context
     from torch import Tensor
 
+PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
 DECODE_DIM = 128  # the decode kernel's K split: smaller heads leave it without a program
 
 
@@ -38,6 +40,9 @@ class SegLa(AttentionBackend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         prepare_triton(context.device, interpreted=True)
+        from attnmatrix.harness.scratch import fenced_scratch
+
+        self._fenced_scratch = fenced_scratch
         self._module = load_file("sglang", "seg_la.py")
 
     def prepare_metadata(self, batch: Batch) -> None:
@@ -64,17 +69,11 @@ class SegLa(AttentionBackend):
         if not batch.num_tokens:
             return torch.empty_like(q)
         verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
-        return self._module.seg_la_fwd(
-            q,
-            k,
-            v,
-            context.states.state(layer_id),
-            context.slopes[layer_id],
-            meta.kernel,
-            caches=context.states.intermediate(layer_id) if verify else None,
-            cache_indices=meta.cache_indices if verify else None,
-            softmax_scale=context.scale,
-        )
+        drafts = {"caches": context.states.intermediate(layer_id), "cache_indices": meta.cache_indices} if verify else {}
+        with self._fenced_scratch() if batch.forward_mode in PROMPTS else nullcontext():
+            return self._module.seg_la_fwd(
+                q, k, v, context.states.state(layer_id), context.slopes[layer_id], meta.kernel, softmax_scale=context.scale, **drafts
+            )
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata:
         return PreparedMetadata(cu_seqlens_q=batch.attn_metadata.kernel.q_offsets)
@@ -127,8 +126,7 @@ def _why_not(case: Case) -> Blocked | None:
 
 
 def _stale_state(case: Case, mode: RunnerMode) -> bool:
-    extend = case.forward in (ForwardMode.EXTEND, ForwardMode.MIXED)
-    return extend and set(case.new_lens) == {1} and 0 in case.prefix_lens
+    return case.forward in PROMPTS and set(case.new_lens) == {1} and 0 in case.prefix_lens
 
 
 def _uneven_lengths(case: Case, mode: RunnerMode) -> bool:
