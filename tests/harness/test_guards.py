@@ -22,7 +22,7 @@ SOFTMAX = Case(ForwardMode.EXTEND, 4, (5, 0), (3, 2), Heads(2, 1, 8), dtype="fp3
 LIGHTNING = Case(ForwardMode.EXTEND, 4, (5, 0, 4), (3, 2, 0), Heads(2, 2, 8), dtype="fp32", kind=AttentionKind.LIGHTNING)
 VERIFY = LIGHTNING.but(forward=ForwardMode.TARGET_VERIFY, new_lens=(3, 3, 3))
 
-Tampering = Callable[[World, StepRun], None]
+Tampering = Callable[[World, StepRun], object]
 
 
 def lines(case: Case, tamper: Tampering | None, kv_layout: str = "NHD") -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attnmatrix.harness.uninitialised import nan_in_new_tensors
@@ -38,7 +40,8 @@ def test_the_mode_is_left_as_it_was(before: tuple[bool, bool], raising: bool) ->
             if raising:
                 raise KeyError
 
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     try:
         if raising:
@@ -47,6 +50,6 @@ def test_the_mode_is_left_as_it_was(before: tuple[bool, bool], raising: bool) ->
         else:
             enter()
         assert (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()) == before
-        assert torch.utils.deterministic.fill_uninitialized_memory is fill
+        assert settings.fill_uninitialized_memory is fill
     finally:
         torch.use_deterministic_algorithms(False)

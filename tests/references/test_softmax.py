@@ -97,10 +97,10 @@ def test_alibi_by_hand() -> None:
 def test_conditioning_adds_up_what_cancels_in_the_score() -> None:
     """``q . k = 3 - 3``, scale 2: the score is 0, its terms add up to 12; the hidden key has larger ones; ALiBi adds 5."""
     q, k = torch.tensor([1.0, 1.0]).view(1, 1, 2), torch.tensor([[3.0, -3.0], [50.0, 50.0]]).view(2, 1, 2)
-    positions = {"query_positions": torch.tensor([6]), "key_positions": torch.tensor([1, 6])}
+    at, keys = torch.tensor([6]), torch.tensor([1, 6])
     mask = torch.tensor([[True, False]])
     plain = softmax_attention(q, k, k, mask, 2.0)
-    biased = softmax_attention(q, k, k, mask, 2.0, alibi_slopes=torch.ones(1), **positions)
+    biased = softmax_attention(q, k, k, mask, 2.0, alibi_slopes=torch.ones(1), query_positions=at, key_positions=keys)
     assert (plain.lse.item(), plain.conditioning.item()) == (0.0, 12.0)
     assert (biased.lse.item(), biased.conditioning.item()) == (-5.0, 17.0)
 
