@@ -10,7 +10,7 @@ from attnmatrix.references.decayed_state import decayed_state_attention
 from attnmatrix.references.softmax import softmax_attention
 from attnmatrix.references.visibility import visible_keys
 
-GENEROUS = 10.0  # seconds; about 2 are expected on two cores, shared machines are slower
+GENEROUS = 10.0  # seconds; well under 2 are expected, shared machines are slower
 
 
 def test_softmax_over_a_thousand_tokens() -> None:
