@@ -14,6 +14,7 @@ from attnmatrix.harness.controls import Control, controls_for
 from attnmatrix.harness.outcome import Outcome, judge_claim, judge_not_applicable
 from attnmatrix.harness.pools import bits
 from attnmatrix.harness.probes import PEAKED, PROBES
+from attnmatrix.harness.properties import PropertyResult, examine, examines
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.trial import Trial, run_trial
 
@@ -41,6 +42,7 @@ class CellResult:
     seconds: float = 0.0
     details: tuple[str, ...] = ()
     controls: dict[str, ControlCount] = field(default_factory=dict)
+    properties: tuple[PropertyResult, ...] = ()
 
 
 def run_cell(row: Row, mode: RunnerMode, case: Case, device: torch.device, controls: Sequence[Control] | None = None) -> CellResult:
@@ -49,6 +51,7 @@ def run_cell(row: Row, mode: RunnerMode, case: Case, device: torch.device, contr
     claim = row.capabilities.claim(mode, case, device.type)
     trials: tuple[Trial, ...] = ()
     counts: dict[str, ControlCount] = {}
+    properties: tuple[PropertyResult, ...] = ()
     if isinstance(claim, NotApplicable):
         outcome = judge_not_applicable(claim)
     else:
@@ -57,12 +60,15 @@ def run_cell(row: Row, mode: RunnerMode, case: Case, device: torch.device, contr
         differences = _differences(trials) if plain and row.capabilities.deterministic else ()
         outcome = judge_claim(row, claim, row.capabilities.known_fault(mode, case), trials, differences)
         if outcome.status == "pass":
-            outcome, counts = _try_controls(
-                row, mode, case, device, controls_for(row, mode, case, device.type) if controls is None else controls
-            )
-    return CellResult(
-        row.name, mode, case, outcome.status, outcome.reason, trials, "", time.perf_counter() - begin, outcome.details, counts
-    )
+            share = controls_for(row, mode, case, device.type) if controls is None else controls
+            outcome, counts = _try_controls(row, mode, case, device, share)
+        if outcome.status == "pass" and examines(mode, case):
+            properties = examine(row, case, device)
+            broken = [result.name for result in properties if result.broken_promise]
+            if broken:
+                outcome = Outcome("fail", f"promised, but not kept: {', '.join(broken)}")
+    seconds = time.perf_counter() - begin
+    return CellResult(row.name, mode, case, outcome.status, outcome.reason, trials, "", seconds, outcome.details, counts, properties)
 
 
 def _trials(row: Row, mode: RunnerMode, case: Case, device: torch.device, every: bool) -> tuple[Trial, ...]:

@@ -15,6 +15,9 @@ class Poison(str, Enum):
 
     BIG_VALUES = "big_values"  # K = 0 scores like an average key, V = 1e4 shows at once
     RANDOM = "random"  # large random K and V
+    NAN_UNREFERENCED = "nan_unreferenced"  # NaN in pages (state slots) of no request, no table entry points there
+    NAN_TAIL = "nan_tail"  # NaN behind each request's last token in its last page
+    NAN_PADDING = "nan_padding"  # NaN in the pages that table entries past a request's last page point to
 
 
 @dataclass(frozen=True)
@@ -37,23 +40,23 @@ NEEDLE_SCORE = 24.0  # score of an aligned key: e**24 outweighs any context trie
 
 def fill_keys(poison: Poison, tensor: Tensor, generator: torch.Generator) -> None:
     """Overwrite a key buffer (any shape) with poison."""
-    if poison is Poison.BIG_VALUES:
-        tensor.zero_()
-    else:
+    if poison is Poison.RANDOM:
         _fill_random(tensor, generator, 8.0)
+    else:
+        tensor.zero_()
 
 
 def fill_values(poison: Poison, tensor: Tensor, generator: torch.Generator) -> None:
     """Overwrite a value buffer (any shape) with poison."""
-    if poison is Poison.BIG_VALUES:
-        tensor.fill_(min(1e4, torch.finfo(tensor.dtype).max / 4))
-    else:
+    if poison is Poison.RANDOM:
         _fill_random(tensor, generator, 100.0)
+    else:
+        tensor.fill_(min(1e4, torch.finfo(tensor.dtype).max / 4))
 
 
 def fill_states(poison: Poison, tensor: Tensor, generator: torch.Generator) -> None:
     """Overwrite a state buffer with what another request left behind: random, of unit scale or 100 times that."""
-    _fill_random(tensor, generator, 1.0 if poison is Poison.BIG_VALUES else 100.0)
+    _fill_random(tensor, generator, 100.0 if poison is Poison.RANDOM else 1.0)
 
 
 def _fill_random(tensor: Tensor, generator: torch.Generator, scale: float) -> None:

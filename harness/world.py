@@ -15,7 +15,7 @@ from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.dtypes import TORCH_DTYPES
 from attnmatrix.harness.pools import KVPool, StatePool
-from attnmatrix.harness.probes import Probe, fill_keys, fill_states, fill_values, needle_queries, orthogonal_keys, peaked
+from attnmatrix.harness.probes import Poison, Probe, fill_keys, fill_states, fill_values, needle_queries, orthogonal_keys, peaked
 from attnmatrix.references.slopes import alibi_slopes, lightning_slopes
 from torch import Tensor
 
@@ -74,6 +74,7 @@ class World:
         self._poison()
         self.steps = self._steps()
         self._fill_live()
+        self._plant_nan()
 
     def _spread(self, count: int) -> list[int]:
         """``count`` of ``count + 3`` indices in random order, the first and the last among them."""
@@ -91,21 +92,37 @@ class World:
         return torch.arange(0 if page is None else page * size, 0 if page is None else (page + 1) * size, device=self.device)
 
     def _table(self) -> Tensor:
-        """int32 ``[rows, max_len]``; entries past a request's length are valid slots that it does not own."""
+        """int32 ``[rows, max_len]``; entries past a request's length are valid slots that it mostly does not own."""
         plan, size = self.pool_plan, self.pool_plan.page_size
         lens = [n for batch in self.schedule.batches for n in batch.kv_lens]
         width = -(-max([1, *lens]) // size) * size + size
         rng = random.Random(self.case.data_seed ^ 0x7AB1E)
         table = torch.empty(self.num_requests + 3, width, dtype=torch.int32)
         columns = torch.arange(width) % size
+        targets = self._padding_targets()
         for row in range(table.shape[0]):
-            pages = torch.tensor([rng.randrange(max(1, plan.num_pages)) for _ in range(width // size)])
+            pages = torch.tensor([rng.choice(targets) for _ in range(width // size)])
             table[row] = (pages.repeat_interleave(size) * size + columns).int()
         for request, pages_of in enumerate(plan.tables):
             if pages_of:
                 slots = torch.tensor(pages_of).repeat_interleave(size) * size + columns[: len(pages_of) * size]
                 table[self.req_rows[request], : len(slots)] = slots.int()
         return table.to(self.device)
+
+    def _padding_targets(self) -> list[int]:
+        """Pages that table entries past a request's last page point to: any page, but for the NaN tiers, which tell them apart."""
+        everything = list(range(max(1, self.pool_plan.num_pages)))
+        if self.probe.poison in (Poison.NAN_PADDING, Poison.NAN_TAIL):
+            return self.spare_pages or everything
+        if self.probe.poison is Poison.NAN_UNREFERENCED:
+            return [page for page in everything if page not in self.spare_pages] or everything
+        return everything
+
+    @property
+    def spare_pages(self) -> list[int]:
+        """Pages of no request, the scratch page apart."""
+        owned = {page for table in self.pool_plan.tables for page in table} | {self.pool_plan.scratch_page}
+        return [page for page in range(self.pool_plan.num_pages) if page not in owned]
 
     def _context(self) -> Context:
         case, linear = self.case, self.case.kind is not AttentionKind.SOFTMAX
@@ -226,6 +243,40 @@ class World:
                         kv.store(layer, slots, prefix.keys[layer], prefix.values[layer])
                     if states is not None:
                         states.as_kv(states.state(layer))[self.state_slots[request]] = prefix.states[layer]
+
+    def _plant_nan(self) -> None:
+        kv, states, poison = self.context.kv, self.context.states, self.probe.poison
+        if not poison.value.startswith("nan"):
+            return
+        size = self.pool_plan.page_size
+        slots = [page * size + offset for page in self.spare_pages for offset in range(size)]
+        if poison is Poison.NAN_TAIL:
+            lens = [n for batch in self.schedule.batches for n in batch.kv_lens]
+            tables = zip(self.pool_plan.tables, lens, strict=True)
+            slots = [pages[-1] * size + offset for pages, n in tables if n % size for offset in range(n % size, size)]
+        page, offset = torch.tensor(slots, dtype=torch.int64) // size, torch.tensor(slots, dtype=torch.int64) % size
+        for layer in range(NUM_LAYERS):
+            if kv is not None:
+                kv.by_page(kv.k(layer))[page, offset] = float("nan")
+                kv.by_page(kv.v(layer))[page, offset] = float("nan")
+            if states is not None and poison is Poison.NAN_UNREFERENCED:
+                unowned = [slot for slot in range(states.num_slots) if slot not in self.state_slots]
+                states.state(layer)[unowned] = float("nan")
+
+    def keep_only(self, request: int) -> None:
+        """Leave the first step with a single request of its batch (index within it); data, slots and tables stay."""
+        step = self.steps[0]
+        case, start = step.case, sum(step.case.new_lens[:request])
+        rows = slice(start, start + case.new_lens[request])
+        alone = case.but(
+            prefix_lens=(case.prefix_lens[request],),
+            new_lens=(case.new_lens[request],),
+            trees=(case.tree(request),) if case.trees else (),
+        )
+        inputs = tuple(LayerInputs(planned.q[rows], planned.k[rows], planned.v[rows]) for planned in step.inputs)
+        number = step.requests[request]
+        kept = StepData(alone, range(number, number + 1), step.hidden[rows], inputs, (step.prefixes[request],))
+        self.steps = (kept, *self.steps[1:])
 
     def slots(self, request: int, start: int, stop: int) -> Tensor:
         """int64 ``[stop - start]``: physical slots of a request's positions."""

@@ -58,6 +58,7 @@ class Record(msgspec.Struct, frozen=True):
     margin: float | None
     probes: list[ProbeRecord]
     controls: dict[str, tuple[int, int]]  # kind -> rejected, tried
+    properties: dict[str, bool]  # property -> whether it held
     replays: int
     fingerprint: str
     python: str
@@ -89,6 +90,7 @@ def make_record(result: CellResult, kind: AttentionKind, versions: dict[str, str
         margin=_finite(max(margins, default=None)),
         probes=[_probe(trial) for trial in result.trials],
         controls={kind: (count.rejected, count.tried) for kind, count in result.controls.items()},
+        properties={found.name: found.holds for found in result.properties},
         replays=sum(trial.replays for trial in result.trials),
         fingerprint=fingerprint,
         seconds=round(result.seconds, 4),
@@ -109,6 +111,7 @@ def make_crash_record(
         margin=None,
         probes=[],
         controls={},
+        properties={},
         replays=0,
         fingerprint=fingerprint,
         seconds=0.0,

@@ -11,6 +11,7 @@ import jinja2
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
+from attnmatrix.harness.properties import PROPERTIES
 from attnmatrix.harness.registry import UsageError, rows
 from attnmatrix.matrix.record import Record
 from attnmatrix.matrix.run import current_fingerprints
@@ -54,6 +55,8 @@ def render_matrix(records: Sequence[Record]) -> str:
         modes=list(RunnerMode),
         tables=_tables(records, statuses),
         margins=_margins(records, statuses),
+        properties=_properties(records),
+        property_names=PROPERTIES,
         reasons=_reasons(records, statuses),
         environments=_environments(records),
         total=len(records),
@@ -131,6 +134,22 @@ def _margins(records: Sequence[Record], statuses: Sequence[str]) -> list[tuple[s
         (f"{backend} ({kind})", short_device(device), record.mode, record.margin or 0.0, record.case, record.graph)
         for (kind, backend, device), record in sorted(worst.items())
     ]
+
+
+def _properties(records: Sequence[Record]) -> list[tuple[str, str, list[str]]]:
+    """Per row and device: for each property on how many cases it held of those that can show it."""
+    groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        if record.properties:
+            groups[record.kind, record.backend, record.device].append(record)
+    lines = []
+    for (kind, backend, device), found in sorted(groups.items()):
+        texts = []
+        for name in PROPERTIES:
+            seen = [record.properties[name] for record in found if name in record.properties]
+            texts.append("–" if not seen else f"yes ({len(seen)})" if all(seen) else f"no ({len(seen) - sum(seen)} of {len(seen)})")
+        lines.append((f"{backend} ({kind})", short_device(device), texts))
+    return lines
 
 
 def _reasons(records: Sequence[Record], statuses: Sequence[str]) -> list[Reason]:

@@ -35,6 +35,7 @@ def record(**changes: object) -> Record:
         margin=0.4,
         probes=[],
         controls=dict.fromkeys(sorted(control_kinds(parse_case(CASE))), (1, 1)),
+        properties={},
         replays=0,
         fingerprint=cell_fingerprint(find_row("torch", AttentionKind.SOFTMAX), mode),
         python="3.11.7",
