@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backend import AttentionBackend
-from attnmatrix.harness.capabilities import Capabilities
+from attnmatrix.harness.capabilities import Capabilities, Conventions
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.registry import Row
 
@@ -38,12 +38,18 @@ class Fault:
     healthy: Subject
     source: str = ""
     like: tuple[str, ...] = ()
+    conventions: Conventions = field(default_factory=Conventions)
 
     def row(self, enabled: bool = True) -> Row:
         """The row that carries the fault, or its healthy twin."""
         create = self.subject if enabled else self.healthy
         return Row(
-            name=f"fault-{self.id}", kind=self.attention, create=create, capabilities=Capabilities(deterministic=False), source=__file__
+            name=f"fault-{self.id}",
+            kind=self.attention,
+            create=create,
+            capabilities=Capabilities(),
+            conventions=self.conventions,
+            source=__file__,
         )
 
 

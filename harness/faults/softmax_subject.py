@@ -78,8 +78,10 @@ class SoftmaxSubject(AttentionBackend):
         self.write(k, v, layer_id, batch)
         slots = self.slots(plan, layer_id, batch)
         keys, values = self.read(slots, layer_id, batch)
+        if not len(q):
+            return torch.empty_like(q)
         rows, present = self.rows(plan, batch)
-        queries = q[rows]
+        queries = self.queries(q, rows, plan, batch)
         visible = self.visible(plan, rows, layer_id, batch) & present[..., None]
         scores = self.scores(queries, keys, plan, rows, layer_id, batch)
         out = self.attend(scores, visible, values, layer_id, batch)
@@ -111,6 +113,10 @@ class SoftmaxSubject(AttentionBackend):
         present = index < starts.diff()[:, None]
         return (starts[:-1, None] + index).clamp(max=max(0, batch.num_tokens - 1)), present
 
+    def queries(self, q: Tensor, rows: Tensor, plan: Plan, batch: Batch) -> Tensor:
+        """``[R, n, Hq, D]``: the query of each request's i-th token."""
+        return q[rows]
+
     def key_positions(self, plan: Plan, rows: Tensor, batch: Batch) -> Tensor:
         """int64 ``[R, L]``: position of each key; of a draft token prefix + depth."""
         length = plan.page_table.shape[1] * self.context.page_size
@@ -127,18 +133,25 @@ class SoftmaxSubject(AttentionBackend):
         """bool ``[R, n, L]``: which keys each token sees."""
         length = plan.page_table.shape[1] * self.context.page_size
         index = torch.arange(length, device=rows.device)
-        draft = index[None, :] - self.prefix(plan)[:, None]
-        token = torch.arange(rows.shape[1], device=rows.device)
-        seen = draft[:, None, :] <= token[None, :, None]
-        if plan.ancestors is not None:
-            widest = plan.ancestors.shape[1]
-            within = plan.ancestors[rows].gather(2, draft.clamp(0, widest - 1)[:, None, :].expand(-1, rows.shape[1], -1))
-            seen = (draft < 0)[:, None, :] | (within & (draft < widest)[:, None, :])
-        seen = seen & (index[None, :] < plan.cache_seqlens[:, None])[:, None, :]
+        seen = self.ordered(index[None, :] - self.prefix(plan)[:, None], plan, rows, batch)
+        seen = seen & (index[None, :] < self.key_limit(plan, batch)[:, None])[:, None, :]
         window = self.window(layer, batch)
         if window is not None:
             seen = seen & (plan.positions[rows][..., None] - self.key_positions(plan, rows, batch)[:, None, :] < window)
         return seen
+
+    def ordered(self, draft: Tensor, plan: Plan, rows: Tensor, batch: Batch) -> Tensor:
+        """bool ``[R, n, L]``: the keys at or before each token, or its ancestors; ``draft`` int64 ``[R, L]`` numbers the new keys from 0."""
+        token = torch.arange(rows.shape[1], device=rows.device)
+        if plan.ancestors is None:
+            return draft[:, None, :] <= token[None, :, None]
+        widest = plan.ancestors.shape[1]
+        within = plan.ancestors[rows].gather(2, draft.clamp(0, widest - 1)[:, None, :].expand(-1, rows.shape[1], -1))
+        return (draft < 0)[:, None, :] | (within & (draft < widest)[:, None, :])
+
+    def key_limit(self, plan: Plan, batch: Batch) -> Tensor:
+        """int ``[R]``: keys of each request that are loaded at all."""
+        return plan.cache_seqlens
 
     def window(self, layer: int, batch: Batch) -> int | None:
         """Keys a token sees, its own included."""
