@@ -19,7 +19,6 @@ from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.capabilities import Supported
 from attnmatrix.harness.context import Context
-from attnmatrix.harness.pools import KVPool, StatePool
 from attnmatrix.harness.registry import Row
 from torch import Tensor
 
@@ -152,8 +151,11 @@ def _chain(batch: Batch, context: Context) -> Batch:
 
 def _other_layer(world: World, context: Context) -> Context:
     """The pools of the layers in reverse order."""
-    pools: list[KVPool | StatePool] = [pool for pool in (context.kv, context.states) if pool is not None]
-    return replace(context, **{"kv" if isinstance(pool, KVPool) else "states": pool.reversed_layers() for pool in pools})
+    return replace(
+        context,
+        kv=context.kv.reversed_layers() if context.kv is not None else None,
+        states=context.states.reversed_layers() if context.states is not None else None,
+    )
 
 
 def _linear(case: Case) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +81,8 @@ def _lightning(world: World, step: StepData, call: AttentionCall) -> dict[str, Q
     if steps and trees is None:
         rounded = chunked_decay(steps, call.q, call.k, call.v, initial, slopes, case.new_lens, context.scale)
         base_out, base_final = rounded.out, rounded.final if TF32_PRODUCTS in steps else base_final
-    quantities = {"out": _conditioned(("token", "head"), right.out, base_out, sizes.out)}
+    dots = math.sqrt(case.heads.dim)  # n additions of a dot product wander by sqrt(n) roundings (Higham and Mary 2019, theorem 2.4)
+    quantities = {"out": _conditioned(("token", "head"), right.out, base_out, sizes.out * dots)}
     if right.tokens is not None and base.tokens is not None and sizes.tokens is not None and verify:
         quantities["intermediate"] = _conditioned(("token", "head", "key row"), right.tokens, base.tokens, sizes.tokens)
     else:

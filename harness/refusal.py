@@ -30,15 +30,33 @@ def why_not_a_refusal(error: BaseException, claim: Blocked, row: Row) -> str | N
     file = Path(frame.tb_frame.f_code.co_filename)
     if any(_belongs(file, name) for name in row.distributions):
         return None
-    if file in [Path(source) for source in (row.source, *row.more_sources)] and _is_call(frame):
+    if file in [Path(source) for source in (row.source, *row.more_sources)] and _is_call(frame) and not _checked(error):
         return None
     return f"the exception was raised in {file.name}, line {frame.tb_lineno}, not by {' or '.join(row.distributions)}"
 
 
 def _innermost(traceback: TracebackType | None) -> TracebackType | None:
+    """The frame that raised; ``torch._check`` and its kin only raise for their caller."""
+    frames: list[TracebackType] = []
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    while frames and _is_check_helper(frames[-1]):
+        frames.pop()
+    return frames[-1] if frames else None
+
+
+def _checked(error: BaseException) -> bool:
+    """Whether a check helper raised for its caller."""
+    traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return traceback
+    return traceback is not None and _is_check_helper(traceback)
+
+
+def _is_check_helper(frame: TracebackType) -> bool:
+    code = frame.tb_frame.f_code
+    return code.co_name.startswith("_check") and Path(code.co_filename).parts[-2:] == ("torch", "__init__.py")
 
 
 def _is_call(frame: TracebackType) -> bool:

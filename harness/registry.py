@@ -29,7 +29,7 @@ class Row:
     """One row of one kind's table; a package that implements two kinds registers two rows under one name.
 
     ``create`` builds the backend and imports its package. ``distributions`` are the installed distributions it needs
-    (absent: untested), the first one is the package whose refusals count. ``devices`` are ``cpu`` and/or ``cuda``;
+    (absent: untested) and whose refusals count. ``devices`` are ``cpu`` and/or ``cuda``;
     ``interpreted`` marks Triton kernels that run in the interpreter on a CPU, slowly.
     """
 

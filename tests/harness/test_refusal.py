@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -218,3 +219,21 @@ def test_the_other_side_of_a_pair_may_refuse_in_compiled_code(row_file: ModuleTy
     with pytest.raises(ValueError, match="invalid literal") as caught:
         row_file.refuse_in_compiled_code()
     assert why_not_a_refusal(caught.value, claim, pair) is None
+
+
+def test_a_check_helper_of_torch_does_not_launder_a_rows_own_raise(tmp_path: Path) -> None:
+    source = tmp_path / "laundering_row.py"
+    source.write_text(f'import torch\n\ndef refuse():\n    torch._check_value(False, lambda: "{MESSAGE}")\n')
+    spec = importlib.util.spec_from_file_location("laundering_row", source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    row = Row(name="laundering", kind=AttentionKind.SOFTMAX, create=_never, distributions=("torch",), source=str(source))
+    with pytest.raises(ValueError, match="at least 128") as caught:
+        module.refuse()
+    assert why_not_a_refusal(caught.value, CLAIM, row)
+
+
+def _never(context: Context) -> AttentionBackend:
+    raise NotImplementedError
