@@ -15,6 +15,7 @@ class Poison(str, Enum):
 
     BIG_VALUES = "big_values"  # K = 0 scores like an average key, V = 1e4 shows at once
     RANDOM = "random"  # large random K and V
+    ZEROS = "zeros"  # what a fresh pool holds; hides most reads of it
     NAN_UNREFERENCED = "nan_unreferenced"  # NaN in pages (state slots) of no request, no table entry points there
     NAN_TAIL = "nan_tail"  # NaN behind each request's last token in its last page
     NAN_PADDING = "nan_padding"  # NaN in the pages that table entries past a request's last page point to
@@ -50,12 +51,17 @@ def fill_values(poison: Poison, tensor: Tensor, generator: torch.Generator) -> N
     """Overwrite a value buffer (any shape) with poison."""
     if poison is Poison.RANDOM:
         _fill_random(tensor, generator, 100.0)
+    elif poison is Poison.ZEROS:
+        tensor.zero_()
     else:
         tensor.fill_(min(1e4, torch.finfo(tensor.dtype).max / 4))
 
 
 def fill_states(poison: Poison, tensor: Tensor, generator: torch.Generator) -> None:
-    """Overwrite a state buffer with what another request left behind: random, of unit scale or 100 times that."""
+    """Overwrite a state buffer with what another request left behind: random, of unit scale or 100 times that; or zeros."""
+    if poison is Poison.ZEROS:
+        tensor.zero_()
+        return
     _fill_random(tensor, generator, 100.0 if poison is Poison.RANDOM else 1.0)
 
 

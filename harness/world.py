@@ -55,14 +55,16 @@ class StepData:
 class World:
     """Pools filled, tables laid out and inputs drawn for every batch of a case's schedule.
 
-    Raises ValueError for a case that the mode cannot drive.
+    ``plan`` replaces the schedule that belongs to the case and the mode. Raises ValueError for a case that the mode cannot drive.
     """
 
-    def __init__(self, case: Case, mode: RunnerMode, probe: Probe, conventions: Conventions, device: torch.device) -> None:
+    def __init__(
+        self, case: Case, mode: RunnerMode, probe: Probe, conventions: Conventions, device: torch.device, plan: Schedule | None = None
+    ) -> None:
         if case.forward not in mode.forward_modes:
             raise ValueError(f"runner mode {mode.value} does not drive {case.forward.value} batches")
         self.case, self.mode, self.probe, self.conventions, self.device = case, mode, probe, conventions, device
-        self.schedule: Schedule = schedule(case, mode)
+        self.schedule: Schedule = plan or schedule(case, mode)
         self.pool_plan: PoolPlan = plan_pool(self.schedule.batches)
         self.dtype = TORCH_DTYPES[case.dtype]
         self.generator = torch.Generator().manual_seed(case.data_seed)
