@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnmatrix.harness.batch import Batch
     from attnmatrix.harness.context import Context
-    from torch import Tensor
 
 
 class AttentionBackend(ABC):

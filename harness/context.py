@@ -9,8 +9,9 @@ from attnmatrix.cases.case import AttentionKind, ForwardMode, Heads
 
 if TYPE_CHECKING:
     import torch
-    from attnmatrix.harness.pools import KVPool, StatePool
     from torch import Tensor
+
+    from attnmatrix.harness.pools import KVPool, StatePool
 
 
 @dataclass(frozen=True)

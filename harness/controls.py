@@ -12,6 +12,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.suites import suite
@@ -20,7 +22,6 @@ from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.capabilities import Supported
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.registry import Row
-from torch import Tensor
 
 if TYPE_CHECKING:
     from attnmatrix.harness.world import World

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import AttentionKind, ForwardMode
 from attnmatrix.harness.rounding import TF32_PRODUCTS, chunked_decay, softmax_rounded
 from attnmatrix.harness.runners.recorder import AttentionCall
@@ -13,7 +15,6 @@ from attnmatrix.harness.world import StepData, World
 from attnmatrix.references.decayed_state import decayed_state_attention, decayed_state_sizes
 from attnmatrix.references.softmax import softmax_attention
 from attnmatrix.references.visibility import key_positions, query_positions, visible_keys
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
+
 from attnmatrix.harness.tape import Tape
 
 

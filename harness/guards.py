@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import ForwardMode
 from attnmatrix.harness.pools import bits
 from attnmatrix.harness.world import NUM_LAYERS, World
-from torch import Tensor
 
 if TYPE_CHECKING:
     from attnmatrix.harness.runners.recorder import StepRun

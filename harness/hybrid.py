@@ -14,9 +14,10 @@ from attnmatrix.harness.context import Context
 from attnmatrix.harness.registry import Row, UsageError, find_rows
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnmatrix.cases.case import Case
     from attnmatrix.harness.batch import Batch
-    from torch import Tensor
 
 DECODE_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
 """Forward modes of the decode side; extend, mixed, idle and draft_extend belong to the prefill side."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from attnmatrix.harness.world import HIDDEN, NUM_LAYERS, LayerInputs, World
 from torch import Tensor
+
+from attnmatrix.harness.world import HIDDEN, NUM_LAYERS, LayerInputs, World
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``(layer, q, k, v) -> out``: one attention call."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from attnmatrix.harness.measure import relative_rms
 from attnmatrix.harness.model import TwoLayerModel, rms_norm
 from attnmatrix.harness.runners.recorder import StepRun
 from attnmatrix.harness.world import HIDDEN, World
-from torch import Tensor
 
 
 def stale_pieces(world: World, run: StepRun) -> list[str]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from attnmatrix.cases.case import Case
 from torch import Tensor
+
+from attnmatrix.cases.case import Case
 
 
 class Poison(str, Enum):

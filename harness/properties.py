@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import Case, Placement
 from attnmatrix.cases.layouts import seed_layouts
 from attnmatrix.cases.modes import RunnerMode
@@ -15,7 +17,6 @@ from attnmatrix.harness.registry import Row
 from attnmatrix.harness.runners.recorder import AttentionCall, Recorder
 from attnmatrix.harness.trial import run_trial
 from attnmatrix.harness.world import World
-from torch import Tensor
 
 NAN_TIERS = (Poison.NAN_UNREFERENCED, Poison.NAN_TAIL, Poison.NAN_PADDING)
 INVARIANCES = ("deterministic", "batch_invariant")

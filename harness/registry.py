@@ -43,6 +43,7 @@ class Row:
     interpreted: bool = False
     dtypes: tuple[str, ...] | None = None
     summary: str = ""
+    snippet: str = ""  # stand-alone code that defines ``attend`` for ``attnmatrix repro``; see matrix/repro_*.py.j2 for its arguments
     source: str = ""
     more_sources: tuple[str, ...] = ()  # of a pair's other side
 

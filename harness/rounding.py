@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from attnmatrix.harness.baseline import score_baseline, softmax_baseline
 from torch import Tensor
+
+from attnmatrix.harness.baseline import score_baseline, softmax_baseline
 
 PARTIAL_SUMS = "partial sums of 32 key dims in the input dtype"
 TF32_PRODUCTS = "products of factors cut to TF32"
+SINK_RESCALE = "output rounded once before the sink rescales it"
 PAGE_SUMS = "running maximum, sum and output in the input dtype, page by page"
 
 CHUNK = 32  # tokens that Lightning's prefill kernels take at a time
@@ -28,12 +31,24 @@ class ChunkedDecay:
 
 def softmax_rounded(steps: Collection[str]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The softmax baseline under the named steps; called as :func:`softmax_baseline` plus ``page_size``."""
-    _check(steps, (PAGE_SUMS,))
-    return _page_by_page if PAGE_SUMS in steps else _textbook
+    _check(steps, (PAGE_SUMS, SINK_RESCALE))
+    inner = _page_by_page if PAGE_SUMS in steps else _textbook
+    return partial(_sink_rescaled, inner) if SINK_RESCALE in steps else inner
 
 
 def _textbook(*args: Tensor, page_size: int, **options: object) -> tuple[Tensor, Tensor]:
     return softmax_baseline(*args, **options)  # type: ignore[arg-type]
+
+
+def _sink_rescaled(
+    inner: Callable[..., tuple[Tensor, Tensor]], *args: Tensor, sinks: Tensor | None = None, **options: object
+) -> tuple[Tensor, Tensor]:
+    """Attention without sinks, its rounded output then scaled by the probability that the sink leaves."""
+    out, lse = inner(*args, **options)
+    if sinks is None:
+        return out, lse
+    left = torch.sigmoid(lse - sinks[None, :])
+    return (out.float() * left[..., None]).to(out.dtype), torch.logaddexp(lse, sinks[None, :].expand_as(lse))
 
 
 def _page_by_page(

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attnmatrix.harness.pools import CANARY, bits
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from attnmatrix.harness.pools import CANARY, bits
 
 FENCE_BYTES = 1 << 16  # on each side: more than the rows of one batch that a kernel may address by mistake
 _ALLOCATORS = (torch.empty, torch.zeros, torch.empty_like, torch.zeros_like, torch.Tensor.new_empty, torch.Tensor.new_zeros)

@@ -6,6 +6,8 @@ import traceback
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.controls import Control, TamperedBackend
@@ -17,7 +19,6 @@ from attnmatrix.harness.runners import RUNNERS
 from attnmatrix.harness.runners.recorder import ContractError
 from attnmatrix.harness.verdict import StepVerdict, judge_step
 from attnmatrix.harness.world import World
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from attnmatrix.harness.expected import Quantity, expected_quantities
 from attnmatrix.harness.guards import Guards
 from attnmatrix.harness.measure import Measurement, measure
 from attnmatrix.harness.pieces import stale_pieces
 from attnmatrix.harness.runners.recorder import AttentionCall, StepRun
 from attnmatrix.harness.world import StepData, World
-from torch import Tensor
 
 
 @dataclass(frozen=True)

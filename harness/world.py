@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.placement import PoolPlan, plan_pool, shared_prefix_len
@@ -17,7 +19,6 @@ from attnmatrix.harness.dtypes import TORCH_DTYPES
 from attnmatrix.harness.pools import KVPool, StatePool
 from attnmatrix.harness.probes import Poison, Probe, fill_keys, fill_states, fill_values, needle_queries, orthogonal_keys, peaked
 from attnmatrix.references.slopes import alibi_slopes, lightning_slopes
-from torch import Tensor
 
 NUM_LAYERS = 2
 HIDDEN = 64  # width of the two-layer model's residual stream

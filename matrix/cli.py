@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from attnmatrix.harness.registry import UsageError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -97,6 +98,7 @@ def run(
 
 def _pytest(chosen: object, workers: int, evidence: Path | None) -> int:
     import pytest
+
     from attnmatrix.matrix.selection import Selection
 
     assert isinstance(chosen, Selection)
@@ -152,6 +154,25 @@ def explain(
 
     texts = [explain_case(found, parse_modes((mode,))[0] if mode else modes_of(found)[0]) for found in find_cases(case)]
     typer.echo("\n\n".join(texts))
+
+
+@app.command()
+def repro(
+    case: str,
+    backend: Annotated[str, typer.Option(help="row")],
+    out: Annotated[Path, typer.Option(help="script to write")],
+    plugin: Names = None,
+) -> None:
+    """Write a stand-alone script, with torch and the row's package only, that shows what the row does with a case."""
+    from attnmatrix.harness.registry import find_row
+    from attnmatrix.matrix.repro import repro_script
+    from attnmatrix.matrix.selection import Selection, find_cases
+
+    Selection(plugins=tuple(plugin or ())).rows()
+    text = repro_script(find_row(backend, find_cases(case)[0].kind), find_cases(case)[0])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text)
+    typer.echo(f"wrote {out}: {len(text.splitlines())} lines; run it with the package installed")
 
 
 @app.command()

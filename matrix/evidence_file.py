@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+
 from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.record import Record
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.environment import resolve_device
 from attnmatrix.matrix.selection import CellId, Selection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.cell import run_cell

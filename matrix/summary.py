@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from tabulate import tabulate
+
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.matrix.record import Record
 from attnmatrix.matrix.status import ORDER
-from tabulate import tabulate
 
 
 def summary_lines(records: Sequence[Record]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from attnmatrix.matrix.pytest_plugin import RECORD_KEY
 from attnmatrix.matrix.run import run_and_record
 from attnmatrix.matrix.selection import CellId

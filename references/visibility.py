@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from attnmatrix.cases.case import Case
 from torch import Tensor
+
+from attnmatrix.cases.case import Case
 
 
 def query_positions(case: Case, request: int, device: torch.device | str = "cpu") -> Tensor:

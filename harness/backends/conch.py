@@ -16,9 +16,10 @@ from attnmatrix.harness.registry import Row, register
 from attnmatrix.harness.signature import has_parameter
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnmatrix.harness.batch import Batch
     from attnmatrix.harness.context import Context
-    from torch import Tensor
 
 PACKAGE = "conch-triton-kernels"
 
@@ -127,6 +128,19 @@ def _prefix_hit(case: Case, mode: RunnerMode) -> bool:
     return case.forward is not ForwardMode.DECODE and any(p and n > 1 for p, n in zip(case.prefix_lens, case.new_lens, strict=True))
 
 
+SNIPPET = """
+from conch.ops.attention.paged_attention import paged_attention
+from conch.ops.attention.varlen_attention import varlen_attention
+
+def attend(q, k_pool, v_pool, page_table, cu_seqlens_q, cache_seqlens, max_q, max_k, scale, window, soft_cap, sinks):
+    assert window is None and sinks is None
+    options = {"output": torch.empty_like(q), "scale": scale, "softcap": soft_cap or 0.0}
+    if max_q == 1 and len(q) == len(page_table):
+        return paged_attention(q, k_pool, v_pool, page_table, cache_seqlens, **options)
+    tables = cu_seqlens_q, max_q, cache_seqlens, max_k, page_table
+    return varlen_attention(q, k_pool, v_pool, *tables, causal=True, strict=True, **options)
+"""
+
 register(
     Row(
         name="conch",
@@ -147,6 +161,7 @@ register(
         distributions=(PACKAGE, "triton"),
         interpreted=True,
         summary="Triton varlen and paged attention",
+        snippet=SNIPPET,
         source=__file__,
     )
 )

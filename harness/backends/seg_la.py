@@ -17,9 +17,10 @@ from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnmatrix.harness.batch import Batch, DraftTree
     from attnmatrix.harness.context import Context
-    from torch import Tensor
 
 PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
 DECODE_DIM = 128  # the decode kernel's K split: smaller heads leave it without a program
@@ -183,6 +184,19 @@ ROUNDING = (
     ),
 )
 
+SNIPPET = """
+import importlib.metadata, importlib.util, sys
+path = next(file.locate() for file in importlib.metadata.files("sglang") if file.name == "seg_la.py")
+spec = importlib.util.spec_from_file_location("seg_la", path)
+kernels = sys.modules["seg_la"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernels)
+
+def attend(q, k, v, states, slots, starts, prefix, new, slopes, scale):
+    has_prefix = torch.tensor([int(p > 0) for p in prefix], dtype=torch.int32, device=q.device)
+    meta = kernels.SegLaMeta(len(new), max(new), starts, slots, starts.diff(), has_prefix)
+    return kernels.seg_la_fwd(q, k, v, states, slopes, meta, softmax_scale=scale)
+"""
+
 register(
     Row(
         name="seg_la",
@@ -193,6 +207,7 @@ register(
         distributions=("sglang", "triton"),
         interpreted=True,
         summary="segmented linear attention, Triton",
+        snippet=SNIPPET,
         source=__file__,
     )
 )

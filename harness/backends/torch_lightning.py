@@ -12,8 +12,9 @@ from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
 
 if TYPE_CHECKING:
-    from attnmatrix.harness.batch import Batch
     from torch import Tensor
+
+    from attnmatrix.harness.batch import Batch
 
 CHUNK = 32
 
@@ -156,12 +157,25 @@ class TorchLightning(AttentionBackend):
             static.parents_seen.copy_(fresh.parents_seen)
 
 
+SNIPPET = """
+def attend(q, k, v, states, slots, starts, prefix, new, slopes, scale):
+    out, decay = torch.empty_like(q), torch.exp(-slopes)[:, None, None]
+    for r, slot in enumerate(slots.tolist()):
+        state = states[slot] if prefix[r] else torch.zeros_like(states[slot])
+        for t in range(int(starts[r]), int(starts[r + 1])):
+            state = state * decay + k[t].float()[:, :, None] * v[t].float()[:, None, :]
+            out[t] = (torch.einsum("hd,hde->he", q[t].float(), state) * scale).to(q.dtype)
+        states[slot] = state
+    return out
+"""
+
 register(
     Row(
         name="torch",
         kind=AttentionKind.LIGHTNING,
         create=TorchLightning,
         summary="chunked linear attention with per-head decay",
+        snippet=SNIPPET,
         source=__file__,
     )
 )

@@ -12,8 +12,9 @@ from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
 
 if TYPE_CHECKING:
-    from attnmatrix.harness.batch import Batch
     from torch import Tensor
+
+    from attnmatrix.harness.batch import Batch
 
 
 @dataclass
@@ -166,12 +167,26 @@ class TorchSoftmax(AttentionBackend):
         static.ancestors.copy_(fresh.ancestors)
 
 
+SNIPPET = """
+def attend(q, k_pool, v_pool, page_table, cu_seqlens_q, cache_seqlens, max_q, max_k, scale, window, soft_cap, sinks):
+    assert window is None and soft_cap is None and sinks is None
+    outs, size = [], k_pool.shape[1]
+    for r, table in enumerate(page_table.long()):
+        n, kv = int(cu_seqlens_q[r + 1] - cu_seqlens_q[r]), int(cache_seqlens[r])
+        seen = torch.ones(n, kv, dtype=torch.bool, device=q.device).tril(kv - n)
+        k, v = (pool[table].flatten(0, 1)[:kv].repeat_interleave(q.shape[1] // pool.shape[2], 1).transpose(0, 1) for pool in (k_pool, v_pool))
+        part = q[int(cu_seqlens_q[r]) : int(cu_seqlens_q[r]) + n].transpose(0, 1)
+        outs.append(torch.nn.functional.scaled_dot_product_attention(part, k, v, attn_mask=seen, scale=scale).transpose(0, 1))
+    return torch.cat(outs)
+"""
+
 register(
     Row(
         name="torch",
         kind=AttentionKind.SOFTMAX,
         create=TorchSoftmax,
         summary="scaled_dot_product_attention over gathered keys",
+        snippet=SNIPPET,
         source=__file__,
     )
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import Case
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.faults.softmax_subject import Plan, SoftmaxSubject
 from attnmatrix.harness.faults.softmax_where import PLAIN, VERIFY, Rule, branches, extends, has_prefix, plant, requests, several_tokens
-from torch import Tensor
 
 BLOCK = 16  # keys that a block mask decides about at once
 

@@ -7,6 +7,7 @@ of the reference. Nothing else is looked at: no pool, no table, no canary, no me
 from __future__ import annotations
 
 import torch
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.cases.layouts import seed_layouts
 from attnmatrix.cases.modes import RunnerMode

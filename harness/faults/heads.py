@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import Case
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.faults.softmax_subject import Plan, SoftmaxSubject
 from attnmatrix.harness.faults.softmax_where import plant
-from torch import Tensor
 
 LANES = 64  # key dims that enter a score
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import Case, ForwardMode
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.faults.softmax_subject import SPLIT, Plan, SoftmaxSubject
@@ -23,7 +25,6 @@ from attnmatrix.harness.faults.softmax_where import (
     several_requests,
     splits,
 )
-from torch import Tensor
 
 
 class PrefixOnly(SoftmaxSubject):

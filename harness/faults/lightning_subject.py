@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import ForwardMode
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.batch import Batch
-from torch import Tensor
 
 CHUNK = 8
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import Case
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.faults.softmax_subject import SPLIT, Partial, Plan, SoftmaxSubject
@@ -24,7 +26,6 @@ from attnmatrix.harness.faults.softmax_where import (
     splits,
     uneven,
 )
-from torch import Tensor
 
 SHARDS = (3, 7, 14)  # where the shards of a sequence end, but for the last
 LOG2E = math.log2(math.e)

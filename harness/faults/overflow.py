@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.faults.softmax_subject import Plan, SoftmaxSubject
 from attnmatrix.harness.faults.softmax_where import EAGER, PIECEWISE, VERIFY, always, plant, used_pages
-from torch import Tensor
 
 PAGES, TOKENS, KEYS = 4, 16, 32  # where page ids, token offsets and key offsets wrap
 

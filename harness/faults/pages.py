@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import Case, Placement
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.faults.lengths import PageEnd
@@ -18,7 +20,6 @@ from attnmatrix.harness.faults.softmax_where import (
     ragged,
     several_requests,
 )
-from torch import Tensor
 
 LARGE_PAGE, STEP = 128, 4096  # beyond STEP keys pages larger than LARGE_PAGE are stepped over
 MIDDLE = 4  # the page of a long table that is read wrong

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.schedule import schedule

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import Case, ForwardMode
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.faults.softmax_subject import Partial, Plan, SoftmaxSubject
@@ -18,7 +20,6 @@ from attnmatrix.harness.faults.softmax_where import (
     splits,
 )
 from attnmatrix.references.slopes import alibi_slopes
-from torch import Tensor
 
 
 class CapAfterMask(SoftmaxSubject):

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import ForwardMode
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
 from attnmatrix.harness.batch import Batch
-from torch import Tensor
 
 SPLIT = 8  # keys per split of the split-KV path
 

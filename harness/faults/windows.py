@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import Case, ForwardMode
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.faults.softmax_subject import SPLIT, Plan, SoftmaxSubject
@@ -17,7 +19,6 @@ from attnmatrix.harness.faults.softmax_where import (
     plant,
     requests,
 )
-from torch import Tensor
 
 
 class WiderInDecode(SoftmaxSubject):

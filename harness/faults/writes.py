@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import Case, Placement
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.batch import Batch
@@ -19,7 +21,6 @@ from attnmatrix.harness.faults.softmax_where import (
     plant,
     several_tokens,
 )
-from torch import Tensor
 
 WRAP = 32  # slots after which a row index wraps
 INTERLEAVED = Conventions(kv_layout="interleaved")

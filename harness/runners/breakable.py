@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.graphs import Graph, GraphMaker, warm_up
 from attnmatrix.harness.model import TwoLayerModel
@@ -11,7 +13,6 @@ from attnmatrix.harness.runners.recorder import Recorder, StepRun
 from attnmatrix.harness.runners.split_graph import AttentionPoint, SplitGraph, run_split_graph
 from attnmatrix.harness.runners.static_tokens import StaticTokens
 from attnmatrix.harness.world import World
-from torch import Tensor
 
 
 def run_breakable(world: World, backend: AttentionBackend) -> Iterator[StepRun]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from attnmatrix.harness.world import World
 from torch import Tensor
+
+from attnmatrix.harness.world import World
 
 
 def not_finite(world: World, stage: str, final: Tensor) -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.graphs import Graph, GraphMaker, capturing, warm_up
 from attnmatrix.harness.guards import Guards
@@ -15,7 +17,6 @@ from attnmatrix.harness.runners.recorder import AttentionCall, Recorder, StepRun
 from attnmatrix.harness.runners.static_batch import StaticBatch
 from attnmatrix.harness.uninitialised import nan_in_new_tensors
 from attnmatrix.harness.world import World
-from torch import Tensor
 
 
 @dataclass

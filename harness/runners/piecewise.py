@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, fx
+from torch.fx.passes.split_module import split_module
+
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.graphs import GraphMaker, capturing, warm_up
 from attnmatrix.harness.model import TwoLayerModel
@@ -13,8 +16,6 @@ from attnmatrix.harness.runners.recorder import Recorder, StepRun
 from attnmatrix.harness.runners.split_graph import AttentionPoint, SplitGraph, run_split_graph
 from attnmatrix.harness.runners.static_tokens import StaticTokens
 from attnmatrix.harness.world import LayerInputs, World
-from torch import Tensor, fx
-from torch.fx.passes.split_module import split_module
 
 
 @fx.wrap

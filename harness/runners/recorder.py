@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.pools import bits
-from torch import Tensor
 
 
 class ContractError(Exception):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
+
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.graphs import Graph
@@ -16,7 +18,6 @@ from attnmatrix.harness.runners.recorder import Recorder, StepRun
 from attnmatrix.harness.runners.static_tokens import StaticTokens, scratch_locations
 from attnmatrix.harness.uninitialised import nan_in_new_tensors
 from attnmatrix.harness.world import World
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.options import Tree
 from attnmatrix.harness.batch import Batch, DraftTree
 from attnmatrix.harness.runners.static_tokens import StaticTokens, scratch_locations
 from attnmatrix.harness.world import World, draft_tree
-from torch import Tensor
 
 
 @dataclass

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from attnmatrix.harness.world import HIDDEN, NUM_LAYERS, LayerInputs, StepData, World
 from torch import Tensor
+
+from attnmatrix.harness.world import HIDDEN, NUM_LAYERS, LayerInputs, StepData, World
 
 
 class StaticTokens:

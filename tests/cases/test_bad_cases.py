@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
 
 EXTEND = Case(ForwardMode.EXTEND, 16, (0, 8), (3, 3), Heads(4, 2, 128))

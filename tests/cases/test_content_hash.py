@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import pytest
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads, Placement, Scratch
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.schedule import schedule

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads, Placement, Scratch
 from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.options import DRAFT_KINDS, DTYPES, KV_DTYPES, format_trees, parse_trees
 from attnmatrix.cases.schedule import schedule
 from attnmatrix.cases.suites import suite
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 NUMBERS = st.floats(min_value=1e-30, max_value=1e30, allow_nan=False)
 PLAIN = Case(ForwardMode.EXTEND, 16, (0, 8, 16), (15, 8, 1), Heads(4, 2, 128))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads, Placement, Scratch
 from attnmatrix.cases.layouts import seed_layouts
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.placement import PoolPlan, plan_pool, shared_prefix_len, with_placements
 from attnmatrix.cases.schedule import schedule
 from attnmatrix.cases.suites import suite
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 RAGGED = Case(ForwardMode.EXTEND, 16, (48, 40, 70), (5, 30, 1), Heads(4, 2, 128))
 TOKENS = RAGGED.but(page_size=1, prefix_lens=(9, 4, 6), new_lens=(5, 6, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Placement
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.schedule import LONG, Schedule, schedule, vary

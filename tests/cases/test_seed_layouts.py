@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from attnmatrix.cases.case import AttentionKind, ForwardMode, Heads, Placement
 from attnmatrix.cases.layouts import seed_layouts
 from attnmatrix.cases.modes import RunnerMode

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.layouts import decode, extend
 from attnmatrix.cases.modes import RunnerMode

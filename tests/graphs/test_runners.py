@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import AttentionKind, Case, Scratch
 from attnmatrix.cases.layouts import decode, extend
 from attnmatrix.cases.modes import RunnerMode
@@ -31,7 +33,6 @@ from attnmatrix.harness.runners.static_batch import StaticBatch
 from attnmatrix.harness.runners.static_tokens import StaticTokens
 from attnmatrix.harness.trial import Trial, describe, run_trial
 from attnmatrix.harness.world import World
-from torch import Tensor
 
 SOFTMAX, LIGHTNING = AttentionKind.SOFTMAX, AttentionKind.LIGHTNING
 CPU = torch.device("cpu")

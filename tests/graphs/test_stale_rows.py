@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.layouts import decode
 from attnmatrix.cases.modes import RunnerMode
@@ -16,7 +18,6 @@ from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.backends.torch_softmax import TorchSoftmax, UniformMetadata
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.cell import CellResult
-from torch import Tensor
 
 Outcome = Callable[..., CellResult]
 DECODE = decode(16, (40, 20, 33), AttentionKind.SOFTMAX, dtype="fp32")

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from attnmatrix.harness.graphs import capturing
 from attnmatrix.harness.interpreter import prepare_triton
 from attnmatrix.harness.tape import Tape
-from torch import Tensor
 
 LENS = (7, 3)
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from attnmatrix.harness.graphs import capturing
 from attnmatrix.harness.tape import CaptureError, Tape
-from torch import Tensor
 
 X = torch.arange(3)
 ONE = torch.tensor(1)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from attnmatrix.harness.graphs import capturing
 from attnmatrix.harness.tape import Tape
-from torch import Tensor
 
 
 def check(work: Callable[..., Tensor], *inputs: Tensor) -> None:

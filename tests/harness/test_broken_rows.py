@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.suites import suite
@@ -16,7 +18,6 @@ from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.cell import CellResult, run_cell
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.registry import Row
-from torch import Tensor
 
 CPU = torch.device("cpu")
 

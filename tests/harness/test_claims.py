@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backends.torch_softmax import TorchSoftmax
@@ -14,7 +16,6 @@ from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Deferred, KnownFault, NotApplicable, Supported
 from attnmatrix.harness.cell import CellResult, run_cell
 from attnmatrix.harness.registry import Row
-from torch import Tensor
 
 CPU = torch.device("cpu")
 CASE = Case(ForwardMode.DECODE, 16, (14, 15, 16), (1, 1, 1), Heads(4, 2, 64))

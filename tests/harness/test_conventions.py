@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backend import AttentionBackend
@@ -17,7 +19,6 @@ from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.cell import CellResult, run_cell
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.registry import Row
-from torch import Tensor
 
 CPU = torch.device("cpu")
 SOFTMAX = Case(ForwardMode.EXTEND, 4, (9, 0), (3, 6), Heads(4, 2, 64), window=4)

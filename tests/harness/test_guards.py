@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads, Scratch
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.capabilities import Conventions
@@ -15,7 +17,6 @@ from attnmatrix.harness.registry import find_row
 from attnmatrix.harness.runners import RUNNERS
 from attnmatrix.harness.runners.recorder import StepRun
 from attnmatrix.harness.world import World
-from torch import Tensor
 
 CPU = torch.device("cpu")
 SOFTMAX = Case(ForwardMode.EXTEND, 4, (5, 0), (3, 2), Heads(2, 1, 8), dtype="fp32", sinks=True, alibi=True)

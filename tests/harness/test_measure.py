@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attnmatrix.harness.measure import FACTOR, FLOAT32_UNIT, Measurement, limits, measure, relative_rms
 from torch import Tensor
+
+from attnmatrix.harness.measure import FACTOR, FLOAT32_UNIT, Measurement, limits, measure, relative_rms
 
 
 def compare(actual: Tensor, reference: Tensor, baseline: Tensor | None = None, conditioning: Tensor | None = None) -> Measurement:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attnmatrix.harness.pools import Fenced, KVPool, StatePool, bits
 from torch import Tensor
+
+from attnmatrix.harness.pools import Fenced, KVPool, StatePool, bits
 
 CPU = torch.device("cpu")
 LAYOUTS = ("NHD", "HND", "interleaved")

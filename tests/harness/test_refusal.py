@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.capabilities import Blocked

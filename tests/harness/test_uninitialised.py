@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from attnmatrix.harness.uninitialised import nan_in_new_tensors
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from attnmatrix.matrix.compare import compare_evidence
 from made_records import record
+
+from attnmatrix.matrix.compare import compare_evidence
 
 
 @pytest.mark.parametrize(

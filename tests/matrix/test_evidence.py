@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from made_records import record
+
 from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.evidence_file import merge, read, read_file, write
-from made_records import record
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES

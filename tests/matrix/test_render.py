@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from made_records import record
+
 from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.render import BEGIN, END, render_matrix, render_readme
-from made_records import record
 
 
 def test_a_cell_without_records_is_a_dash() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from attnmatrix.matrix.status import AS_DECLARED, MARKS, ORDER, summarise
 from made_records import record
+
+from attnmatrix.matrix.status import AS_DECLARED, MARKS, ORDER, summarise
 
 
 def _cell(*statuses: str, **changes: object):

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from attnmatrix.references.decayed_state import DecayedStateResult, decayed_state_attention, decayed_state_sizes
 from torch import Tensor
+
+from attnmatrix.references.decayed_state import DecayedStateResult, decayed_state_attention, decayed_state_sizes
 
 LENS = (7, 0, 1, 12)
 SLOPES = torch.tensor([0.5, 0.0625, 1e-5], dtype=torch.float64)

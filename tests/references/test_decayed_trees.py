@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.options import Tree
 from attnmatrix.cases.speculative import SIBLINGS, TWO_ROOTS
 from attnmatrix.references.decayed_state import DecayedStateResult, decayed_state_attention
-from torch import Tensor
 
 SLOPES = torch.tensor([0.5, 0.0625], dtype=torch.float64)
 FORESTS: dict[str, tuple[Tree, ...]] = {

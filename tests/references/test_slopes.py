@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from attnmatrix.references.slopes import alibi_slopes, lightning_slopes
 
 EIGHT = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]

@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
 from attnmatrix.cases.case import Case, ForwardMode, Heads
 from attnmatrix.references.softmax import softmax_attention
 from attnmatrix.references.visibility import key_positions, query_positions, visible_keys
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 CASE = Case(ForwardMode.EXTEND, 16, (6, 0), (4, 5), Heads(6, 2, 8))
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0, 2.0, 0.0], dtype=torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+
 from attnmatrix.cases.case import Case, ForwardMode, Heads
 from attnmatrix.references.decayed_state import decayed_state_attention
 from attnmatrix.references.softmax import softmax_attention

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.suites import suite
 from attnmatrix.references import visibility
 from attnmatrix.references.visibility import key_positions, query_positions
-from torch import Tensor
 
 VisibleKeys = Callable[..., Tensor]
 

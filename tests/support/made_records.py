@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
