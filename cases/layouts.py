@@ -162,7 +162,7 @@ def state_variants() -> tuple[Case, ...]:
     return (
         extend(16, (0, 40, 7), (9, 3, 70), lightning, state_scale=1.0, name="unit_state_extend"),
         decode(16, (40, 7), lightning, state_scale=1.0, name="unit_state_decode"),
-        extend(16, (0, 9), (200, 3), lightning, heads=Heads(8, 8, 128), name="steep_decay_extend"),
+        extend(16, (0,), (180,), lightning, heads=Heads(8, 8, 64), name="steep_decay_extend"),
         extend(16, (0, 20, 33), (18, 7, 1), lightning, strided=True, name="strided_extend"),
         decode(16, (5, 17, 64), lightning, strided=True, name="strided_decode"),
     )
