@@ -1,4 +1,4 @@
-"""The command line: ``attnmatrix list | run | render | explain | compare | new-backend``."""
+"""The command line: ``attnmatrix list | run | render | faults | explain | repro | compare | new-backend``."""
 
 from __future__ import annotations
 
@@ -126,12 +126,15 @@ def render(
 ) -> None:
     """Regenerate MATRIX.md from evidence."""
     from attnmatrix.matrix.evidence_file import COMMITTED, read
+    from attnmatrix.matrix.kill_score import load
     from attnmatrix.matrix.render import MATRIX_FILE, README_FILE, render_matrix, render_readme
 
     records = read(evidence or COMMITTED)
-    texts = {out or MATRIX_FILE: render_matrix(records)}
+    score_file = (evidence or COMMITTED) / "kill_score.json"
+    scores = load(score_file) if score_file.is_file() else {}
+    texts = {out or MATRIX_FILE: render_matrix(records, scores)}
     if out is None and README_FILE.is_file():
-        texts[README_FILE] = render_readme(records, README_FILE.read_text())
+        texts[README_FILE] = render_readme(records, README_FILE.read_text(), scores)
     differing = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
     if check:
         for path in differing:
@@ -154,6 +157,44 @@ def explain(
 
     texts = [explain_case(found, parse_modes((mode,))[0] if mode else modes_of(found)[0]) for found in find_cases(case)]
     typer.echo("\n\n".join(texts))
+
+
+@app.command("faults")
+def planted_faults(
+    rule: Annotated[str, typer.Option(help="ours, or fixed: a fixed-tolerance suite on the same faults")] = "ours",
+    kind: Names = None,
+    as_json: Json = False,
+    workers: Annotated[int, typer.Option("-n", min=1, help="worker processes")] = 2,
+    save_to: Annotated[Path | None, typer.Option("--save", help="keep the score in this file")] = None,
+) -> None:
+    """Kill score: which planted faults the judgement rejects, by kind. Exit 1 when one survives rule 'ours'."""
+    from attnmatrix.matrix import kill_score
+
+    found = kill_score.kill_score(rule, tuple(kind or ()), workers, lambda line: typer.echo(line, err=True))
+    if save_to is not None:
+        kill_score.save(found, save_to)
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(found).decode())
+    else:
+        typer.echo(kill_score.report(found))
+    raise typer.Exit(int(rule == "ours" and bool(found.survivors or found.crashed)))
+
+
+@listing.command("faults")
+def list_faults(as_json: Json = False) -> None:
+    """The planted faults, and the listed ones that are not run."""
+    from attnmatrix.harness.faults.fault import faults, not_injected
+
+    found: list[dict[str, object]] = [
+        {"fault": f.id, "kind": f.kind, "status": "injected", "attention": f.attention.value, "title": f.title, "source": f.source}
+        for f in faults()
+    ]
+    found += [
+        {"fault": n.id, "kind": n.kind, "status": n.status, "attention": "", "title": n.title, "source": n.reason} for n in not_injected()
+    ]
+    _print(found, as_json, "faults")
 
 
 @app.command()

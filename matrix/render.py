@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.properties import PROPERTIES
 from attnmatrix.harness.registry import UsageError, rows
+from attnmatrix.matrix.kill_score import KillScore, side_by_side
 from attnmatrix.matrix.record import Record
 from attnmatrix.matrix.run import current_fingerprints
 from attnmatrix.matrix.status import AS_DECLARED, ORDER, Cell, short_device, summarise
@@ -21,7 +22,10 @@ from attnmatrix.matrix.status import AS_DECLARED, ORDER, Cell, short_device, sum
 HERE = Path(__file__).resolve().parent
 MATRIX_FILE = HERE / "MATRIX.md"
 README_FILE = HERE.parent / "README.md"
-BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
+RULES = {
+    "ours": "this harness",
+    "fixed": "fixed tolerances (ten layouts, zeros in unused slots, atol = rtol = 3e-2, 1e-1 in graph and verify modes)",
+}
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ class Reason:
     example: str
 
 
-def render_matrix(records: Sequence[Record]) -> str:
-    """The whole page; every cell comes from ``records``, rows without any show ``–``."""
+def render_matrix(records: Sequence[Record], scores: Mapping[str, KillScore] | None = None) -> str:
+    """The whole page; every cell comes from ``records``, rows without any show ``–``. ``scores``: kill scores by rule."""
     present = current_fingerprints(rows())
     statuses = [_status(record, present) for record in records]
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
@@ -60,17 +64,42 @@ def render_matrix(records: Sequence[Record]) -> str:
         property_names=PROPERTIES,
         reasons=_reasons(records, statuses),
         environments=_environments(records),
+        kills=side_by_side(scores or {}),
+        rules=[rule for rule in RULES if rule in (scores or {})],
+        scores=scores or {},
         total=len(records),
         declared=sum(status in AS_DECLARED for status in statuses),
     )
 
 
-def render_readme(records: Sequence[Record], readme: str) -> str:
-    """``readme`` with the short tables between its markers; only the modes that have an adapter. Raises UsageError without markers."""
-    before, found, rest = readme.partition(BEGIN)
-    _, closed, after = rest.partition(END)
+def render_readme(records: Sequence[Record], readme: str, scores: Mapping[str, KillScore] | None = None) -> str:
+    """``readme`` with the short tables and the kill scores between their markers; only the modes that have an adapter.
+
+    Raises UsageError without markers.
+    """
+    return _between(_between(readme, "matrix", _short_tables(records)), "kill-score", _short_scores(scores or {}))
+
+
+def _between(text: str, name: str, content: str) -> str:
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
     if not (found and closed):
-        raise UsageError(f"README.md has no {BEGIN} ... {END}")
+        raise UsageError(f"README.md has no {begin} ... {end}")
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+def _short_scores(scores: Mapping[str, KillScore]) -> str:
+    lines = ["", "| judged by | planted faults killed |", "|---|---|"]
+    lines += [
+        f"| {RULES[rule]} | {scores[rule].killed} of {scores[rule].total} ({scores[rule].percent:.1f} %) |"
+        for rule in RULES
+        if rule in scores
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _short_tables(records: Sequence[Record]) -> str:
     present = current_fingerprints(rows())
     grouped = _cells(records, [_status(record, present) for record in records])
     modes = [mode for mode in RunnerMode if mode in ADAPTED_MODES]
@@ -80,7 +109,7 @@ def render_readme(records: Sequence[Record], readme: str) -> str:
         for name in _row_names(records, kind):
             cells = [grouped.get((kind.value, name, mode.value), []) for mode in modes]
             lines.append(f"| `{name}` | " + " | ".join("<br>".join(cell.short() for cell in found) or "–" for found in cells) + " |")
-    return f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}"
+    return "\n".join([*lines, ""])
 
 
 def _row_names(records: Sequence[Record], kind: AttentionKind) -> list[str]:

@@ -53,17 +53,22 @@ class _Sight:
     reason: str
 
 
-def score(rule: str, kinds: Collection[str] | None = None) -> list[FaultScore]:
+def score(rule: str, kinds: Collection[str] = ()) -> list[FaultScore]:
     """Every fault (of some kinds) against ``ours``, the judgement of the matrix, or ``fixed``, a fixed-tolerance suite.
 
     Raises UsageError for an unknown rule or kind.
     """
+    check_rule(rule, kinds)
+    return [score_fault(fault, rule) for fault in faults() if not kinds or fault.kind in kinds]
+
+
+def check_rule(rule: str, kinds: Collection[str]) -> None:
+    """Raises UsageError for an unknown rule or kind of fault."""
     if rule not in RULES:
         raise UsageError(f"unknown rule {rule!r}; known: {', '.join(RULES)}")
     known = sorted({fault.kind for fault in faults()})
-    for kind in sorted(set(kinds or ()) - set(known)):
+    for kind in sorted(set(kinds) - set(known)):
         raise UsageError(f"unknown kind of fault {kind!r}; known: {', '.join(known)}")
-    return [score_fault(fault, rule) for fault in faults() if not kinds or fault.kind in kinds]
 
 
 def score_fault(fault: Fault, rule: str) -> FaultScore:

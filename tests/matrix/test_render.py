@@ -6,7 +6,10 @@ import pytest
 from made_records import record
 
 from attnmatrix.harness.registry import UsageError
-from attnmatrix.matrix.render import BEGIN, END, render_matrix, render_readme
+from attnmatrix.matrix.render import render_matrix, render_readme
+
+BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
+SCORES = "<!-- kill-score:begin -->\n<!-- kill-score:end -->"
 
 
 def test_a_cell_without_records_is_a_dash() -> None:
@@ -41,9 +44,9 @@ def test_rendering_twice_gives_the_same_page() -> None:
 
 
 def test_the_readme_changes_between_its_markers_only() -> None:
-    text = render_readme([record()], f"a\n{BEGIN}\nold\n{END}\nb\n")
+    text = render_readme([record()], f"a\n{BEGIN}\nold\n{END}\nb\n{SCORES}")
     assert text.startswith(f"a\n{BEGIN}\n")
-    assert text.endswith(f"{END}\nb\n")
+    assert f"{END}\nb\n" in text
     assert "old" not in text
     assert "✓ 1 CPU" in text
 
