@@ -86,14 +86,11 @@ def needle_queries(case: Case, request: int, keys: Tensor) -> Tensor:
     the whole row.
     """
     heads, new = case.heads, case.new_lens[request]
-    keys = keys.float()
-    queries = torch.zeros(new, heads.q, heads.dim, device=keys.device)
-    for token in range(new):
-        targets = needle_targets(case, request, token)
-        for head in range(heads.q):
-            key = keys[targets[(token + head) % len(targets)], head // heads.group]
-            queries[token, head] = key * (NEEDLE_SCORE * heads.dim**0.5 / key.square().sum().clamp(min=1e-6))
-    return queries
+    rows = [needle_targets(case, request, token) for token in range(new)]
+    index = torch.tensor([[row[(token + head) % len(row)] for head in range(heads.q)] for token, row in enumerate(rows)], dtype=torch.int64)
+    groups = torch.arange(heads.q) // heads.group
+    aligned = keys.float()[index.view(new, heads.q).to(keys.device), groups.to(keys.device)]
+    return aligned * (NEEDLE_SCORE * heads.dim**0.5 / aligned.square().sum(dim=-1, keepdim=True).clamp(min=1e-6))
 
 
 def needle_targets(case: Case, request: int, token: int) -> list[int]:
