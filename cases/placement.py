@@ -22,6 +22,12 @@ class PoolPlan:
     tables: tuple[tuple[int, ...], ...]
     scratch_page: int | None
 
+    @property
+    def spare_pages(self) -> tuple[int, ...]:
+        """Pages of no request, the scratch page apart."""
+        owned = {page for table in self.tables for page in table} | {self.scratch_page}
+        return tuple(page for page in range(self.num_pages) if page not in owned)
+
     def slot(self, request: int, position: int) -> int:
         """``page * page_size + offset`` of one position of a request."""
         return self.tables[request][position // self.page_size] * self.page_size + position % self.page_size

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from attnmatrix.cases.case import AttentionKind, ForwardMode
+from attnmatrix.harness.draws import StepData
 from attnmatrix.harness.rounding import TF32_PRODUCTS, chunked_decay, softmax_rounded
 from attnmatrix.harness.runners.recorder import AttentionCall
-from attnmatrix.harness.world import StepData, World
+from attnmatrix.harness.world import World
 from attnmatrix.references.decayed_state import decayed_state_attention, decayed_state_sizes
 from attnmatrix.references.softmax import softmax_attention
 from attnmatrix.references.visibility import key_positions, query_positions, visible_keys

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from attnmatrix.cases.case import ForwardMode
+from attnmatrix.harness.draws import NUM_LAYERS
 from attnmatrix.harness.pools import bits
-from attnmatrix.harness.world import NUM_LAYERS, World
+from attnmatrix.harness.world import World
 
 if TYPE_CHECKING:
     from attnmatrix.harness.runners.recorder import StepRun

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from attnmatrix.harness.world import HIDDEN, NUM_LAYERS, LayerInputs, World
+from attnmatrix.harness.draws import HIDDEN, NUM_LAYERS, LayerInputs
+from attnmatrix.harness.world import World
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``(layer, q, k, v) -> out``: one attention call."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnmatrix.harness.draws import HIDDEN
 from attnmatrix.harness.measure import relative_rms
 from attnmatrix.harness.model import TwoLayerModel, rms_norm
 from attnmatrix.harness.runners.recorder import StepRun
-from attnmatrix.harness.world import HIDDEN, World
+from attnmatrix.harness.world import World
 
 
 def stale_pieces(world: World, run: StepRun) -> list[str]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnmatrix.harness.draws import StepData
 from attnmatrix.harness.expected import Quantity, expected_quantities
 from attnmatrix.harness.guards import Guards
 from attnmatrix.harness.measure import Measurement, measure
 from attnmatrix.harness.pieces import stale_pieces
 from attnmatrix.harness.runners.recorder import AttentionCall, StepRun
-from attnmatrix.harness.world import StepData, World
+from attnmatrix.harness.world import World
 
 
 @dataclass(frozen=True)

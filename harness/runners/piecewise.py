@@ -10,12 +10,13 @@ from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
 
 from attnmatrix.harness.backend import AttentionBackend
+from attnmatrix.harness.draws import LayerInputs
 from attnmatrix.harness.graphs import GraphMaker, capturing, warm_up
 from attnmatrix.harness.model import TwoLayerModel
 from attnmatrix.harness.runners.recorder import Recorder, StepRun
 from attnmatrix.harness.runners.split_graph import AttentionPoint, SplitGraph, run_split_graph
 from attnmatrix.harness.runners.static_tokens import StaticTokens
-from attnmatrix.harness.world import LayerInputs, World
+from attnmatrix.harness.world import World
 
 
 @fx.wrap

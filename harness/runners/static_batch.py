@@ -9,8 +9,9 @@ from torch import Tensor
 
 from attnmatrix.cases.options import Tree
 from attnmatrix.harness.batch import Batch, DraftTree
+from attnmatrix.harness.draft_tree import draft_tree
 from attnmatrix.harness.runners.static_tokens import StaticTokens, scratch_locations
-from attnmatrix.harness.world import World, draft_tree
+from attnmatrix.harness.world import World
 
 
 @dataclass
@@ -32,10 +33,9 @@ class StaticBatch:
         case, device = world.case, world.device
         self.world, self.rows, self.width = world, rows, world.context.tokens_per_request
         tokens = rows * self.width
-        padded = case.but(trees=((-1,) * self.width,)) if case.trees else case  # a mask that no tree of the case has
-        self.padding = HostRow(0, padded.tree(0))
-        self._padding_depths = torch.tensor(padded.depths(0), device=device)
-        self._padding_ancestors = draft_tree(padded, device).ancestors[: self.width]
+        self.padding = HostRow(0, case.tree(0))
+        self._padding_depths = torch.tensor(case.depths(0), device=device)
+        self._padding_ancestors = draft_tree(case, device).ancestors[: self.width]
         self.host = [self.padding] * rows
         self.tokens = StaticTokens(world, tokens)
         self.seq_lens = torch.empty(rows, dtype=torch.int32, device=device)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnmatrix.harness.world import HIDDEN, NUM_LAYERS, LayerInputs, StepData, World
+from attnmatrix.harness.draws import HIDDEN, NUM_LAYERS, LayerInputs, StepData
+from attnmatrix.harness.world import World
 
 
 class StaticTokens:

@@ -9,9 +9,10 @@ from torch import Tensor
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads, Placement, Scratch
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.capabilities import Conventions
+from attnmatrix.harness.draws import NUM_LAYERS
 from attnmatrix.harness.pools import bits
 from attnmatrix.harness.probes import PEAKED, POISON, Probe
-from attnmatrix.harness.world import NUM_LAYERS, World
+from attnmatrix.harness.world import World
 
 CPU = torch.device("cpu")
 SOFTMAX = Case(ForwardMode.EXTEND, 16, (20, 0, 33), (3, 17, 1), Heads(4, 2, 32))

@@ -1,0 +1,107 @@
+"""The data of every batch of a world: hidden stream, planned queries, keys and values, and what each request has cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmatrix.cases.case import AttentionKind, Case
+from attnmatrix.cases.placement import shared_prefix_len
+from attnmatrix.harness.probes import Probe, needle_queries, orthogonal_keys, peaked
+
+NUM_LAYERS = 2
+HIDDEN = 64  # width of the two-layer model's residual stream
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Planned inputs of one layer for all new tokens of a step: ``q`` ``[T, Hq, D]``, ``k``, ``v`` ``[T, Hkv, D]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What one request has cached before a step: keys and values per layer ``[P, Hkv, D]``, or states per layer ``[H, K, V]``."""
+
+    keys: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()
+    states: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One batch of the schedule with its data. ``requests`` numbers its requests over the whole world."""
+
+    case: Case
+    requests: range
+    hidden: Tensor
+    inputs: tuple[LayerInputs, ...]
+    prefixes: tuple[Prefix, ...]
+
+
+class Draws:
+    """Draws from one generator on the CPU, so that every device gets the same numbers."""
+
+    def __init__(self, probe: Probe, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> None:
+        self.probe, self.generator, self.dtype, self.device = probe, generator, dtype, device
+
+    def steps(self, batches: Sequence[Case]) -> tuple[StepData, ...]:
+        """The batches with their data; requests are numbered batch by batch."""
+        steps, start = [], 0
+        for batch in batches:
+            requests = range(start, start + batch.batch_size)
+            start = requests.stop
+            prefixes = self._prefixes(batch)
+            inputs = tuple(self._layer_inputs(batch, prefixes, layer) for layer in range(NUM_LAYERS))
+            hidden = torch.randn(batch.num_tokens, HIDDEN, generator=self.generator).to(self.dtype).to(self.device)
+            steps.append(StepData(batch, requests, hidden, inputs, prefixes))
+        return tuple(steps)
+
+    def _draw(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (peaked(shape, self.generator) * scale).to(self.dtype).to(self.device)
+
+    def _layer_inputs(self, batch: Case, prefixes: tuple[Prefix, ...], layer: int) -> LayerInputs:
+        heads, tokens = batch.heads, batch.num_tokens
+        q = self._draw(tokens, heads.q, heads.dim, scale=batch.gain)
+        k, v = self._draw(tokens, heads.kv, heads.dim), self._draw(tokens, heads.kv, heads.dim)
+        if self.probe.inputs != "needle":
+            return LayerInputs(q, k, v)
+        if batch.kind is not AttentionKind.SOFTMAX:
+            queries, keys = orthogonal_keys(batch, self.generator)
+            return LayerInputs(queries.to(self.dtype).to(self.device), keys.to(self.dtype).to(self.device), v)
+        starts = [sum(batch.new_lens[:r]) for r in range(batch.batch_size)]
+        aligned = [
+            needle_queries(batch, r, torch.cat([prefixes[r].keys[layer], k[start : start + batch.new_lens[r]]]))
+            for r, start in enumerate(starts)
+        ]
+        return LayerInputs(torch.cat([q[:0].float(), *aligned]).to(self.dtype), k, v)
+
+    def _prefixes(self, batch: Case) -> tuple[Prefix, ...]:
+        heads = batch.heads
+        prefixes: list[Prefix] = []
+        if batch.kind is not AttentionKind.SOFTMAX:
+            for length in batch.prefix_lens:
+                scale = batch.state_scale if length else 0.0
+                shape = (heads.q, heads.dim, heads.dim)
+                drawn = [torch.randn(shape, generator=self.generator) * scale for _ in range(NUM_LAYERS)]
+                prefixes.append(Prefix(states=tuple(state.to(self.device) for state in drawn)))
+            return tuple(prefixes)
+        common = shared_prefix_len(batch)
+        donor: Prefix | None = None
+        for length in batch.prefix_lens:
+            keys = tuple(self._draw(length, heads.kv, heads.dim) for _ in range(NUM_LAYERS))
+            values = tuple(self._draw(length, heads.kv, heads.dim) for _ in range(NUM_LAYERS))
+            if common and length >= batch.page_size:
+                if donor is None:
+                    donor = Prefix(keys, values)
+                for layer in range(NUM_LAYERS):
+                    keys[layer][:common] = donor.keys[layer][:common]
+                    values[layer][:common] = donor.values[layer][:common]
+            prefixes.append(Prefix(keys, values))
+        return tuple(prefixes)

@@ -1,0 +1,54 @@
+"""req_to_token: which physical slot holds each position of each request, and what stands where nothing belongs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnmatrix.cases.placement import PoolPlan
+from attnmatrix.harness.probes import Poison
+
+SPARE_ROWS = 3  # rows (and state slots) of no request
+
+
+def spread(count: int, seed: int) -> list[int]:
+    """``count`` of ``count + SPARE_ROWS`` indices in random order, the first and the last among them."""
+    rng, last = random.Random(seed ^ 0x5EED), count + SPARE_ROWS - 1
+    if count < 2:
+        return [last] * count
+    chosen = [0, last, *rng.sample(range(1, last), count - 2)]
+    rng.shuffle(chosen)
+    return chosen
+
+
+def token_table(plan: PoolPlan, rows: Sequence[int], lens: Sequence[int], poison: Poison, seed: int) -> Tensor:
+    """int32 ``[rows, max_len]`` on the CPU, one page wider than the longest request; request r has row ``rows[r]``.
+
+    Entries past a request's length are valid slots that it mostly does not own.
+    """
+    size = plan.page_size
+    width = -(-max([1, *lens]) // size) * size + size
+    rng, targets = random.Random(seed ^ 0x7AB1E), _padding_targets(plan, poison)
+    table = torch.empty(len(rows) + SPARE_ROWS, width, dtype=torch.int32)
+    columns = torch.arange(width) % size
+    for row in range(table.shape[0]):
+        pages = torch.tensor([rng.choice(targets) for _ in range(width // size)])
+        table[row] = (pages.repeat_interleave(size) * size + columns).int()
+    for request, pages_of in enumerate(plan.tables):
+        if pages_of:
+            slots = torch.tensor(pages_of).repeat_interleave(size) * size + columns[: len(pages_of) * size]
+            table[rows[request], : len(slots)] = slots.int()
+    return table
+
+
+def _padding_targets(plan: PoolPlan, poison: Poison) -> list[int]:
+    """Pages that table entries past a request's last page point to: any page, but for the NaN tiers, which tell them apart."""
+    everything, spare = list(range(max(1, plan.num_pages))), plan.spare_pages
+    if poison in (Poison.NAN_PADDING, Poison.NAN_TAIL):
+        return list(spare) or everything
+    if poison is Poison.NAN_UNREFERENCED:
+        return [page for page in everything if page not in spare] or everything
+    return everything
