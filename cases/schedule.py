@@ -41,8 +41,8 @@ def schedule(case: Case, mode: RunnerMode) -> Schedule:
     """The batches of one cell. Deterministic in the case's content.
 
     Eager modes: the case and a sibling, to be prepared together before either runs. Graph modes: two captured sizes whose
-    replays alternate. Those of each shrink, in requests and in lengths, and then grow; half of them carry stale padding. A
-    lone request cannot become fewer, so its smaller size gets a fourth replay, before it.
+    replays alternate. Those of each shrink, in requests and in lengths, and then grow; the smaller size pads as engines do,
+    the larger one leaves stale rows. A lone request cannot become fewer, so its smaller size gets a fourth replay, before it.
     """
     if not mode.uses_graph:
         return Schedule((), (Step(case, case.batch_size), Step(vary(case, max(1, case.batch_size), 1), 0)))
@@ -58,7 +58,7 @@ def schedule(case: Case, mode: RunnerMode) -> Schedule:
     captures = (small, large)
     return Schedule(
         captures,
-        tuple(Step(batch, captures[index % 2], "stale" if index in (2, 3, 4) else "production") for index, batch in enumerate(batches)),
+        tuple(Step(batch, captures[index % 2], "stale" if index % 2 else "production") for index, batch in enumerate(batches)),
     )
 
 

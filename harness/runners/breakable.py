@@ -19,8 +19,10 @@ def run_breakable(world: World, backend: AttentionBackend) -> Iterator[StepRun]:
     """Extend through a breakable graph; attention uses the backend's eager metadata."""
 
     def capture(model: TwoLayerModel, tokens: StaticTokens, attend: Recorder) -> SplitGraph:
-        warm_up(world.device, lambda: model(tokens.hidden, tokens.inputs, attend))
-        return break_at_attention(model, tokens, attend, GraphMaker(world.device))
+        warmed = warm_up(world.device, lambda: model(tokens.hidden, tokens.inputs, attend))
+        split = break_at_attention(model, tokens, attend, GraphMaker(world.device))
+        split.warmed = warmed
+        return split
 
     return run_split_graph(world, backend, capture)
 

@@ -42,12 +42,14 @@ class AttentionPoint:
 
 @dataclass
 class SplitGraph:
-    """One captured token count: ``graphs`` and attention ``points`` alternate, a graph first and last."""
+    """One captured token count: ``graphs`` and attention ``points`` alternate, a graph first and last. ``warmed`` is what the
+    model gave in a warm-up of the whole, ``final`` where the last graph leaves its output."""
 
     tokens: StaticTokens
     graphs: list[Graph] = field(default_factory=list)
     points: list[AttentionPoint] = field(default_factory=list)
     final: Tensor = field(default_factory=lambda: torch.empty(0))
+    warmed: Tensor | None = None
 
     def replay(self, attend: Recorder, live: int) -> None:
         for graph, point in zip(self.graphs, self.points, strict=False):
@@ -73,6 +75,8 @@ def run_split_graph(world: World, backend: AttentionBackend, capture: Capture) -
         backend.prepare_metadata(batch)
         with nan_in_new_tensors():
             captured[size] = capture(model, StaticTokens(world, size), Recorder(backend, batch, world.conventions))
+        if (warmed := captured[size].warmed) is not None:
+            problems += not_finite(world, "warm-up", warmed)
         problems += not_finite(world, "capture", captured[size].final)
     problems += [f"warm-up or capture: {line}" for line in guards.beyond_scratch()]
     for index, step in enumerate(world.schedule.steps):
@@ -85,8 +89,6 @@ def _replay(world: World, backend: AttentionBackend, graph: SplitGraph, index: i
     graph.tokens.fill(step, clear=world.schedule.steps[index].fill == "production")
     backend.prepare_metadata(batch)
     live = step.case.num_tokens
-    for point in graph.points:
-        point.out[:live].fill_(float("nan"))
     graph.final.fill_(float("nan"))
     recorder = Recorder(backend, batch, world.conventions)
     with nan_in_new_tensors():

@@ -21,7 +21,6 @@ from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.graphs import GraphMaker
-from attnmatrix.harness.guards import Guards
 from attnmatrix.harness.model import TwoLayerModel
 from attnmatrix.harness.probes import PEAKED
 from attnmatrix.harness.registry import Row, find_row
@@ -207,17 +206,6 @@ def test_outputs_are_filled_with_nan_before_each_replay() -> None:
 
     result = trial(RunnerMode.CG_DECODE, CASES[RunnerMode.CG_DECODE], Row("silent", SOFTMAX, Silent, source=__file__))
     assert any("error inf" in line for line in describe(result)), describe(result)
-
-
-def test_what_warm_up_writes_outside_scratch_is_found_even_in_a_slot_that_a_step_writes_later() -> None:
-    world = world_of(RunnerMode.CG_DECODE)
-    guards, kv, slot = Guards(world), world.context.kv, int(world.batch(3).out_loc[0])
-    assert kv is not None
-    kv.store(0, world.scratch_slots[:1], torch.ones(1, 2, 128), torch.ones(1, 2, 128))
-    assert guards.beyond_scratch() == []
-    kv.store(0, torch.tensor([slot]), torch.ones(1, 2, 128), torch.ones(1, 2, 128))
-    assert len(guards.beyond_scratch()) == 2
-    assert guards.untouched() == []
 
 
 def test_a_backend_that_captures_no_graphs_says_so() -> None:
