@@ -110,15 +110,22 @@ def _neighbour(batch: Batch, context: Context) -> Batch:
     )
 
 
+def _announced(batch: Batch, prefix: tuple[int, ...]) -> Batch:
+    """The batch with other prefix lengths, on the host and on the device."""
+    totals = tuple(p + n for p, n in zip(prefix, batch.new_lens, strict=True))
+    lens = prefix if batch.forward_mode.seq_lens_is_prefix else totals
+    seq_lens = torch.tensor(lens, dtype=batch.seq_lens.dtype, device=batch.seq_lens.device)
+    return replace(batch, prefix_lens=prefix, kv_lens=totals, seq_lens=seq_lens)
+
+
 def _stale_state(batch: Batch, context: Context) -> Batch:
     """Requests without a prefix are announced with one, so their slot's old state counts."""
-    prefix = tuple(n or 1 for n in batch.prefix_lens)
-    return replace(batch, prefix_lens=prefix, kv_lens=tuple(p + n for p, n in zip(prefix, batch.new_lens, strict=True)))
+    return _announced(batch, tuple(n or 1 for n in batch.prefix_lens))
 
 
 def _lost_state(batch: Batch, context: Context) -> Batch:
     """Requests with a prefix are announced without one, so their state is dropped."""
-    return replace(batch, prefix_lens=(0,) * len(batch.prefix_lens), kv_lens=batch.new_lens)
+    return _announced(batch, (0,) * len(batch.prefix_lens))
 
 
 def _moved_boundary(batch: Batch, context: Context) -> Batch:

@@ -24,7 +24,9 @@ class _RecordKey:
     name = "attnmatrix-record"
 
     def pair(self, record: Any) -> tuple[str, str]:
-        return self.name, msgspec.json.encode(record).decode()
+        text = msgspec.json.encode(record)
+        msgspec.json.decode(text, type=type(record))  # a record that cannot be read back must fail here, not when all are gathered
+        return self.name, text.decode()
 
 
 RECORD_KEY = _RecordKey()

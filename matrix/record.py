@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -21,11 +22,11 @@ class Worst(msgspec.Struct, frozen=True):
     step: int
     layer: int
     rows: int
-    ratio: float | None  # None: not finite
+    ratio: float | None  # None, here and below: not finite
     error: float | None
-    limit: float
-    baseline: float
-    median: float
+    limit: float | None
+    baseline: float | None
+    median: float | None
     uninformative: int
     where: str
 
@@ -135,12 +136,9 @@ def _identity(
     }
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def _finite(value: float | None) -> float | None:
-    return None if value is None or value == float("inf") else _rounded(value)
+    """Four significant digits; None for what JSON has no number for."""
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
 
 
 def _probe(trial: Trial) -> ProbeRecord:
@@ -170,9 +168,9 @@ def _worst(m: Measurement) -> Worst:
         rows=m.error.numel(),
         ratio=_finite(float(m.ratio[row])),
         error=_finite(float(m.error[row])),
-        limit=_rounded(float(m.limit[row])),
-        baseline=_rounded(float(m.baseline[row])),
-        median=_rounded(float(m.baseline.median())),
+        limit=_finite(float(m.limit[row])),
+        baseline=_finite(float(m.baseline[row])),
+        median=_finite(float(m.baseline.median())),
         uninformative=m.uninformative,
         where=m.where(row),
     )

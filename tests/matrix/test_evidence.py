@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 from made_records import record
+from torch import Tensor
 
-from attnmatrix.harness.registry import UsageError
+from attnmatrix.cases.case import AttentionKind
+from attnmatrix.cases.layouts import seed_layouts
+from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.harness.backends.torch_softmax import TorchSoftmax
+from attnmatrix.harness.batch import Batch
+from attnmatrix.harness.registry import Row, UsageError
 from attnmatrix.matrix.evidence_file import merge, read, read_file, write
+from attnmatrix.matrix.pytest_plugin import RECORD_KEY
+from attnmatrix.matrix.run import run_and_record
+from attnmatrix.matrix.selection import CellId
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -76,3 +85,16 @@ def test_two_statuses_of_the_same_code_are_flaky() -> None:
 )
 def test_every_part_of_the_key_keeps_records_apart(change: dict[str, object]) -> None:
     assert len(merge([record(), record(**change)])) == 2
+
+
+def test_a_record_of_a_row_that_returns_nan_can_be_read_back(tmp_path: Path) -> None:
+    class Broken(TorchSoftmax):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
+            return super().forward(q, k, v, layer_id, batch) * float("nan")
+
+    row = Row(name="broken", kind=AttentionKind.SOFTMAX, create=Broken, source=__file__)
+    found = run_and_record(CellId(row, RunnerMode.EAGER, seed_layouts(AttentionKind.SOFTMAX)[0]), "cpu")
+    assert found.status == "fail"
+    write(tmp_path / "e.jsonl", [found])
+    assert read_file(tmp_path / "e.jsonl") == [found]
+    RECORD_KEY.pair(found)
