@@ -39,6 +39,7 @@ class Fault:
     source: str = ""
     like: tuple[str, ...] = ()
     conventions: Conventions = field(default_factory=Conventions)
+    batch_invariant: bool = False
 
     def row(self, enabled: bool = True) -> Row:
         """The row that carries the fault, or its healthy twin."""
@@ -47,7 +48,7 @@ class Fault:
             name=f"fault-{self.id}",
             kind=self.attention,
             create=create,
-            capabilities=Capabilities(),
+            capabilities=Capabilities(batch_invariant=self.batch_invariant),
             conventions=self.conventions,
             source=__file__,
         )

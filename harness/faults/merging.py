@@ -132,7 +132,7 @@ class TokensOfFirst(SoftmaxSubject):
         return rows, present & (torch.arange(rows.shape[1], device=rows.device) < max(1, plan.new_lens[0]))
 
 
-def _empty_split(case: Case) -> bool:
+def empty_split(case: Case) -> bool:
     """A token that sees no key of a split that the table holds."""
     length = -(-max(case.kv_lens) // case.page_size) * case.page_size
     return any(prefix < (length - 1) // SPLIT * SPLIT for prefix, _ in requests(case))
@@ -155,7 +155,7 @@ plant("B52", "the base-2 LSE of uneven shards combined as if it were natural", S
       lambda case: decodes(case) and splits(case), DECODE, like=("B51", "B57"))  # fmt: skip
 plant("B54", "the -inf of a request without keys in a split written over another's LSE", DenseOffsets, _split_apart,
       UNPADDED)  # fmt: skip
-plant("B55", "the output of an empty split left unwritten and merged", EmptyLeftUnwritten, _empty_split, like=("B95", "B96"))
+plant("B55", "the output of an empty split left unwritten and merged", EmptyLeftUnwritten, empty_split, like=("B95", "B96"))
 plant("B57", "the row maximum scaled twice in the LSE of a split", MaximumScaledTwice, splits, like=("B51", "B52"))
 plant("B09", "the merged rows of request r written from row r on", OneRowPerRequest, lambda case: _many_rows(case) and splits(case),
       (*EAGER, *PIECEWISE, *VERIFY))  # fmt: skip

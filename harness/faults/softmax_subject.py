@@ -243,6 +243,7 @@ class SoftmaxSubject(AttentionBackend):
         static.positions.copy_(fresh.positions)
         if static.ancestors is not None and fresh.ancestors is not None:
             static.ancestors.copy_(fresh.ancestors)
+        batch.attn_metadata = static
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata:
         plan: Plan = batch.attn_metadata
@@ -251,6 +252,7 @@ class SoftmaxSubject(AttentionBackend):
             cache_seqlens=plan.cache_seqlens,
             page_table=plan.page_table,
             last_indices=plan.get_last_indices(batch.size),
+            positions=plan.positions,
         )
 
 

@@ -41,6 +41,7 @@ def plant(
     also: Callable[[Case, RunnerMode], bool] = lambda case, mode: True,
     healthy: type[SoftmaxSubject] = SoftmaxSubject,
     conventions: Conventions | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """Register a fault of the softmax subject; kind, title and source of a listed one are those of the list.
 
@@ -54,11 +55,8 @@ def plant(
 
     if id in BY_ID:
         kind, title, source = BY_ID[id].kind, BY_ID[id].title, BY_ID[id].source
-    add(
-        Fault(
-            id, kind, title, diagnosis, AttentionKind.SOFTMAX, modes, applies, subject, healthy, source, like, conventions or Conventions()
-        )
-    )
+    promises = {"conventions": conventions or Conventions(), "batch_invariant": batch_invariant}
+    add(Fault(id, kind, title, diagnosis, AttentionKind.SOFTMAX, modes, applies, subject, healthy, source, like, **promises))
 
 
 def put_off(id: str, status: str, reason: str) -> None:
