@@ -98,6 +98,15 @@ def long_contexts(kind: AttentionKind, lengths: Iterable[int] = (1000, 4000)) ->
     return tuple(cases)
 
 
+def large_pages() -> tuple[Case, ...]:
+    """More than 4096 keys in pages of 256: kernels step through pages larger than their key tile in another way."""
+    softmax = AttentionKind.SOFTMAX
+    return (
+        extend(256, (5900, 300), (3, 2), softmax, heads=Heads(4, 2, 64), name="large_pages_extend"),
+        decode(256, (6000, 256), softmax, heads=Heads(4, 2, 64), name="large_pages_decode"),
+    )
+
+
 def window_edges(window: int, page: int = 16) -> tuple[Case, ...]:
     """Total lengths w-1, w, w+1 and w+2 for a window of w keys, in extend and decode; one with an unlimited layer 1."""
     totals = (window - 1, window, window + 1, window + 2)

@@ -60,5 +60,7 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
         for window in (4, 16):
             yield from layouts.window_edges(window)
         yield from layouts.score_options()
+        if mode is RunnerMode.EAGER:
+            yield from layouts.large_pages()
     else:
         yield from layouts.state_variants()

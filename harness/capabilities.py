@@ -87,8 +87,9 @@ class Conventions:
     ``kv_layout``: NHD ``[pages, page, H, D]``, HND ``[pages, H, page, D]`` or ``interleaved`` ``[pages, 2, page, H, D]``.
     ``state_layout``: KV ``[slots, H, K, V]`` or VK. ``output``: ``per_head`` or ``flat`` ``[T, H * D]``. ``window``:
     ``inclusive`` counts the query's own key, ``exclusive`` the keys before it. ``lse_base``: ``e`` or ``2``.
-    ``tail_may_hold_nan``, ``unreferenced_may_hold_nan``, ``padding_may_hold_nan``: whether dead slots of a last page, pages of no
-    request, and the targets of table entries past a request's last page may hold NaN.
+    ``tail_may_hold_nan``, ``unreferenced_may_hold_nan``, ``padding_may_hold_nan``, ``window_may_hold_nan``: whether dead slots of a last
+    page, pages of no request, the targets of table entries past a request's last page, and pages that its window has left behind may
+    hold NaN.
     """
 
     kv_layout: str = "NHD"
@@ -99,6 +100,7 @@ class Conventions:
     tail_may_hold_nan: bool = True
     unreferenced_may_hold_nan: bool = True
     padding_may_hold_nan: bool = True
+    window_may_hold_nan: bool = True
     rounding: tuple[RoundingStep, ...] = ()
 
     def rounding_of(self, case: Case, device: str) -> frozenset[str]:

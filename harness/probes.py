@@ -19,6 +19,7 @@ class Poison(str, Enum):
     ZEROS = "zeros"  # what a fresh pool holds; hides most reads of it
     NAN_UNREFERENCED = "nan_unreferenced"  # NaN in pages (state slots) of no request, no table entry points there
     NAN_TAIL = "nan_tail"  # NaN behind each request's last token in its last page
+    NAN_WINDOW = "nan_window"  # NaN in the pages of a request that its window has left behind
     NAN_PADDING = "nan_padding"  # NaN in the pages that table entries past a request's last page point to
 
 

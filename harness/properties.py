@@ -8,17 +8,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attnmatrix.cases.case import Case, Placement
-from attnmatrix.cases.layouts import seed_layouts
+from attnmatrix.cases.case import AttentionKind, Case, Placement
+from attnmatrix.cases.layouts import seed_layouts, window_edges
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.pools import bits
 from attnmatrix.harness.probes import PEAKED, Poison, Probe
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.runners.recorder import AttentionCall, Recorder
 from attnmatrix.harness.trial import run_trial
-from attnmatrix.harness.world import World
+from attnmatrix.harness.world import World, freed_tokens
 
-NAN_TIERS = (Poison.NAN_UNREFERENCED, Poison.NAN_TAIL, Poison.NAN_PADDING)
+NAN_TIERS = (Poison.NAN_UNREFERENCED, Poison.NAN_TAIL, Poison.NAN_PADDING, Poison.NAN_WINDOW)
 INVARIANCES = ("deterministic", "batch_invariant")
 PROPERTIES = (*(tier.value for tier in NAN_TIERS), *INVARIANCES)
 
@@ -38,11 +38,14 @@ class PropertyResult:
 
 @cache
 def _sample(case_kind: object) -> frozenset[str]:
-    return frozenset(case.id for case in seed_layouts(case_kind) if case.placement is Placement.SHUFFLED)  # type: ignore[arg-type]
+    cases = [case for case in seed_layouts(case_kind) if case.placement is Placement.SHUFFLED]  # type: ignore[arg-type]
+    if case_kind is AttentionKind.SOFTMAX:
+        cases += window_edges(16)
+    return frozenset(case.id for case in cases)
 
 
 def examines(mode: RunnerMode, case: Case) -> bool:
-    """Whether a cell's properties are examined: the seed layouts, run eagerly."""
+    """Whether a cell's properties are examined: the seed layouts, and those at a window's edges, run eagerly."""
     return mode is RunnerMode.EAGER and case.id in _sample(case.kind)
 
 
@@ -64,6 +67,8 @@ def _shows(case: Case, tier: Poison) -> bool:
         return tier is Poison.NAN_UNREFERENCED
     if tier is Poison.NAN_TAIL:
         return any(length % case.page_size for length in case.kv_lens)
+    if tier is Poison.NAN_WINDOW:
+        return any(freed_tokens(case, prefix, 0) for prefix in case.prefix_lens)
     return tier is Poison.NAN_UNREFERENCED or len(set(case.kv_lens)) > 1
 
 
@@ -72,6 +77,7 @@ def _nan_tier(row: Row, case: Case, device: torch.device, tier: Poison) -> Prope
         Poison.NAN_UNREFERENCED: row.conventions.unreferenced_may_hold_nan,
         Poison.NAN_TAIL: row.conventions.tail_may_hold_nan,
         Poison.NAN_PADDING: row.conventions.padding_may_hold_nan,
+        Poison.NAN_WINDOW: row.conventions.window_may_hold_nan,
     }[tier]
     trial = run_trial(row, RunnerMode.EAGER, case, device, Probe(tier.value, poison=tier))
     return PropertyResult(tier.value, trial.passed, allowed)

@@ -121,10 +121,10 @@ class World:
             for request, prefix, length in zip(step.requests, step.prefixes, step.case.prefix_lens, strict=True):
                 if not length:
                     continue
-                slots = self.slots(request, 0, length)
                 for layer in range(NUM_LAYERS):
                     if kv is not None:
-                        kv.store(layer, slots, prefix.keys[layer], prefix.values[layer])
+                        freed = freed_tokens(step.case, length, layer)
+                        kv.store(layer, self.slots(request, freed, length), prefix.keys[layer][freed:], prefix.values[layer][freed:])
                     if states is not None:
                         states.as_kv(states.state(layer))[self.state_slots[request]] = prefix.states[layer]
 
@@ -138,14 +138,25 @@ class World:
             lens = [n for batch in self.schedule.batches for n in batch.kv_lens]
             tables = zip(self.pool_plan.tables, lens, strict=True)
             slots = [pages[-1] * size + offset for pages, n in tables if n % size for offset in range(n % size, size)]
-        page, offset = torch.tensor(slots, dtype=torch.int64) // size, torch.tensor(slots, dtype=torch.int64) % size
         for layer in range(NUM_LAYERS):
+            if poison is Poison.NAN_WINDOW:
+                slots = self._freed_slots(layer)
+            page, offset = torch.tensor(slots, dtype=torch.int64) // size, torch.tensor(slots, dtype=torch.int64) % size
             if kv is not None:
                 kv.by_page(kv.k(layer))[page, offset] = float("nan")
                 kv.by_page(kv.v(layer))[page, offset] = float("nan")
             if states is not None and poison is Poison.NAN_UNREFERENCED:
                 unowned = [slot for slot in range(states.num_slots) if slot not in self.state_slots]
                 states.state(layer)[unowned] = float("nan")
+
+    def _freed_slots(self, layer: int) -> list[int]:
+        """Slots of the pages that each request's window has left behind."""
+        lens = [
+            (step.case, request, length)
+            for step in self.steps
+            for request, length in zip(step.requests, step.case.prefix_lens, strict=True)
+        ]
+        return [slot for case, request, length in lens for slot in self.slots(request, 0, freed_tokens(case, length, layer)).tolist()]
 
     def keep_only(self, request: int) -> None:
         """Leave the first step with a single request of its batch (index within it); data, slots and tables stay."""
@@ -195,3 +206,9 @@ class World:
             state_indices=torch.tensor(slots, dtype=torch.int32, device=device) if linear else None,
             drafts=draft_tree(case, device) if case.forward.seq_lens_is_prefix else None,
         )
+
+
+def freed_tokens(case: Case, prefix: int, layer: int) -> int:
+    """Cached tokens of a request in whole pages that no new token's window reaches: an engine has freed those pages."""
+    window = case.layer_window(layer)
+    return 0 if window is None else max(0, prefix - window + 1) // case.page_size * case.page_size
