@@ -60,7 +60,10 @@ class AttentionBackend(ABC):
 
 @dataclass(frozen=True)
 class PreparedMetadata:
-    """Prepared metadata in common terms; a field that the backend does not have stays None."""
+    """Prepared metadata in common terms; a field that the backend does not have stays None.
+
+    ``cache_seqlens`` count prefix and new tokens in every mode. In graph modes these are the captured buffers.
+    """
 
     cu_seqlens_q: Tensor | None = None  # [R + 1]
     cu_seqlens_k: Tensor | None = None  # [R + 1]
@@ -69,4 +72,5 @@ class PreparedMetadata:
     kv_indptr: Tensor | None = None  # [R + 1]
     kv_indices: Tensor | None = None  # [pages or tokens]
     last_indices: Tensor | None = None  # [R]
+    positions: Tensor | None = None  # [T]
     extra: Any = None

@@ -13,6 +13,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.controls import Control, TamperedBackend
 from attnmatrix.harness.guards import Guards
 from attnmatrix.harness.interpreter import prepare_triton
+from attnmatrix.harness.metadata_checks import InspectedBackend
 from attnmatrix.harness.probes import Probe
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.runners import RUNNERS
@@ -56,8 +57,9 @@ def run_trial(row: Row, mode: RunnerMode, case: Case, device: torch.device, prob
     outputs: list[tuple[Tensor, ...]] = []
     replays, graph = 0, "none"
     try:
-        backend = TamperedBackend(row, world, control) if control else row.create(world.context)
+        backend = InspectedBackend(TamperedBackend(row, world, control) if control else row.create(world.context))
         for run in RUNNERS[mode](world, backend):
+            run.problems += backend.take_problems()
             verdicts.append(judge_step(world, run, guards))
             outputs.append(tuple(call.out.clone() for call in run.calls))
             replays += run.replays
