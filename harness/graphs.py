@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -41,26 +42,37 @@ class CudaGraph:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def begin(self) -> None:
-        torch.cuda.synchronize()
-        self._stream = torch.cuda.stream(torch.cuda.Stream())
-        self._stream.__enter__()
-        self._graph.capture_begin(pool=self._pool)
+        with ExitStack() as held:
+            held.enter_context(_no_collection())
+            torch.cuda.synchronize()
+            held.enter_context(torch.cuda.stream(torch.cuda.Stream()))
+            self._graph.capture_begin(pool=self._pool)
+            self._held = held.pop_all()
 
     def end(self) -> None:
-        try:
+        with self._held:
             self._graph.capture_end()
-        finally:
-            self._stream.__exit__(None, None, None)
         self.replay()
         torch.cuda.synchronize()
 
     def abort(self) -> None:
-        with suppress(RuntimeError):  # the error that broke the capture is on its way already
+        with self._held, suppress(RuntimeError):  # the error that broke the capture is on its way already
             self._graph.capture_end()
-        self._stream.__exit__(None, None, None)
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No cyclic garbage is collected within: destroying another graph would invalidate the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class GraphMaker:
