@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from attnmatrix.cases.case import AttentionKind, Case, Heads
 from attnmatrix.cases.layouts import decode, extend
 from attnmatrix.cases.modes import RunnerMode
