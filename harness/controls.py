@@ -140,6 +140,7 @@ def _moved_boundary(batch: Batch, context: Context) -> Batch:
         batch,
         new_lens=tuple(new),
         kv_lens=tuple(p + n for p, n in zip(batch.prefix_lens, new, strict=True)),
+        seq_lens=batch.seq_lens + (0 if batch.forward_mode.seq_lens_is_prefix else starts.diff() - batch.cu_seqlens_q.diff()),
         cu_seqlens_q=starts,
     )
 
