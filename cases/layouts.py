@@ -95,6 +95,8 @@ def long_contexts(kind: AttentionKind, lengths: Iterable[int] = (1000, 4000)) ->
     for length in lengths:
         cases.append(extend(64, (length, 130), (5, 9), kind, name=f"context{length}_extend"))
         cases.append(decode(16, (length + 7, 40), kind, name=f"context{length}_decode"))
+    if kind is AttentionKind.SOFTMAX:
+        cases.append(decode(16, (1500,), kind, heads=Heads(14, 2, 64), name="context1500_group7_decode"))
     return tuple(cases)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from attnmatrix.harness.faults.softmax_where import (
     decodes,
     plant,
     requests,
-    several_requests,
     splits,
-    uneven,
 )
 
 SHARDS = (3, 7, 14)  # where the shards of a sequence end, but for the last
@@ -124,6 +122,14 @@ class AccumulatedInInputDtype(SoftmaxSubject):
         return running
 
 
+class OddGroupsInInputDtype(AccumulatedInInputDtype):
+    """So for groups that are not a power of two."""
+
+    def merge(self, parts: Sequence[Partial]) -> Tensor:
+        group = self.context.heads.group
+        return super().merge(parts) if group & (group - 1) else SoftmaxSubject.merge(self, parts)
+
+
 class TokensOfFirst(SoftmaxSubject):
     """As many query rows per request as the first one has."""
 
@@ -138,8 +144,18 @@ def empty_split(case: Case) -> bool:
     return any(prefix < (length - 1) // SPLIT * SPLIT for prefix, _ in requests(case))
 
 
-def _split_apart(case: Case) -> bool:
-    return several_requests(case) and uneven(case) and len({length // SPLIT for length in case.kv_lens}) > 1
+def _overwrites_another(case: Case) -> bool:
+    """A request without keys in a split whose dense rows hold tokens of another that has some there."""
+    widest = max(case.new_lens)
+    owners = [(request, row // widest) for request, row in last_rows(case) if row // widest < case.batch_size]
+    reach = [(length - 1) // SPLIT for length in case.kv_lens]
+    return case.window is None and any(reach[owner] < reach[request] and owner != request for request, owner in owners)
+
+
+def last_rows(case: Case) -> list[tuple[int, int]]:
+    """The last packed row of each request with a token."""
+    ends = list(accumulate(case.new_lens))
+    return [(request, end - 1) for request, end in enumerate(ends) if case.new_lens[request]]
 
 
 def _many_rows(case: Case) -> bool:
@@ -153,7 +169,7 @@ def _more_than_first(case: Case) -> bool:
 plant("B51", "base-2 LSE merged as if it were natural", BaseTwo, splits, like=("B52", "B57"))
 plant("B52", "the base-2 LSE of uneven shards combined as if it were natural", ShardsInBaseTwo,
       lambda case: decodes(case) and splits(case), DECODE, like=("B51", "B57"))  # fmt: skip
-plant("B54", "the -inf of a request without keys in a split written over another's LSE", DenseOffsets, _split_apart,
+plant("B54", "the -inf of a request without keys in a split written over another's LSE", DenseOffsets, _overwrites_another,
       UNPADDED)  # fmt: skip
 plant("B55", "the output of an empty split left unwritten and merged", EmptyLeftUnwritten, empty_split, like=("B95", "B96"))
 plant("B57", "the row maximum scaled twice in the LSE of a split", MaximumScaledTwice, splits, like=("B51", "B52"))
@@ -165,5 +181,8 @@ plant("X18", "the output row of the last token unwritten", LastRowUnwritten, lam
 plant("X19", "P times V accumulated in the input dtype", AccumulatedInInputDtype,
       lambda case: case.dtype != "fp32" and max(case.kv_lens) >= 1000 and not case.sinks,
       kind="accumulation", title="P times V accumulated in the input dtype over a long context")  # fmt: skip
+plant("B143", "P times V accumulated in the input dtype for groups that are not a power of two", OddGroupsInInputDtype,
+      lambda case: case.dtype != "fp32" and case.heads.group & (case.heads.group - 1) != 0 and max(case.kv_lens) >= 1000,
+      like=("X19",))  # fmt: skip
 plant("X20", "only as many tokens of each request computed as the first has", TokensOfFirst, _more_than_first, UNPADDED,
       kind="batch-order", title="Longest query taken from the first request")  # fmt: skip

@@ -86,7 +86,8 @@ class PageReadTwice(SoftmaxSubject):
 class FirstPageShared(SoftmaxSubject):
     def page_table(self, batch: Batch) -> Tensor:
         table = super().page_table(batch).clone()
-        table[:, 0] = table[:1, 0]
+        if table.shape[1]:
+            table[:, 0] = table[:1, 0]
         return table
 
 
@@ -131,7 +132,12 @@ def _grows_a_page(case: Case) -> bool:
     return -(-max(case.kv_lens) // case.page_size) > max(1, -(-max(case.prefix_lens) // case.page_size))
 
 
-plant("B12", "the slots of a request's tokens taken for its pages", SlotsAsPages, lambda case: case.page_size > 1 and crosses_pages(case))
+plant(
+    "B12",
+    "the slots of a request's tokens taken for its pages",
+    SlotsAsPages,
+    lambda case: case.page_size > 1 and crosses_pages(case) and case.placement is not Placement.CONTIGUOUS,
+)
 plant("B14", f"the pages between key {STEP} and the last page left out", MiddlePagesSkipped, _long_large_pages)
 plant("B15", "unused entries of the slot list read as slot 0", UnusedEntriesAreSlotZero,
       lambda case: decodes(case) and (ragged(case) or any(length % case.page_size for length in case.kv_lens)), DECODE)  # fmt: skip

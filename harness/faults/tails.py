@@ -8,7 +8,7 @@ from torch import Tensor
 from attnmatrix.cases.case import Case
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.faults.softmax_subject import Partial, SoftmaxSubject
-from attnmatrix.harness.faults.softmax_where import beyond_window, plant, put_off, requests
+from attnmatrix.harness.faults.softmax_where import EAGER, plant, put_off, requests
 
 FAINT = 1e-7
 HIDDEN = -1e30  # a score whose weight is exactly zero
@@ -53,6 +53,6 @@ def _dead_page(case: Case) -> bool:
 put_off("B25", "pending", "waits for the mla kind: only its latent-KV path leaves the tail uncleared")
 plant("B27", f"{FAINT:g} times the mean of the dead values added", DeadValuesFaint, _dead_tail)
 plant("B29", "values before the window multiplied by a weight of zero instead of cleared", WindowValuesNotCleared,
-      lambda case: beyond_window(case) and _dead_page(case))  # fmt: skip
+      _dead_page, EAGER)  # fmt: skip
 plant("X42", "values behind the length multiplied by a weight of zero instead of cleared", ValuesNotCleared, _dead_tail,
       kind="page-tail", title="NaN in the unfilled part of the last page")  # fmt: skip

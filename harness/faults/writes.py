@@ -108,8 +108,8 @@ class PhantomTokens(Writer):
     def write(self, k: Tensor, v: Tensor, layer: int, batch: Batch) -> None:
         plan: Plan = batch.attn_metadata
         super().write(k, v, layer, batch)
-        phantom = plan.page_table[-1:, 0] * self.context.page_size
         if batch.prefix_lens[-1] and self.context.kv is not None:
+            phantom = plan.page_table[-1:, 0] * self.context.page_size
             self.context.kv.store(layer, phantom, k[-1:], v[-1:])
 
 
