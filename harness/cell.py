@@ -11,11 +11,12 @@ import torch
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.capabilities import NotApplicable, Supported
-from attnmatrix.harness.controls import Control, controls_for
+from attnmatrix.harness.controls import Control
+from attnmatrix.harness.coverage import share_of
 from attnmatrix.harness.outcome import Outcome, judge_claim, judge_not_applicable
 from attnmatrix.harness.pools import bits
-from attnmatrix.harness.probes import PEAKED, PROBES
-from attnmatrix.harness.properties import PropertyResult, examine, examines
+from attnmatrix.harness.probes import PEAKED, Probe
+from attnmatrix.harness.properties import PropertyResult, examine
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.trial import Trial, run_trial
 
@@ -46,9 +47,15 @@ class CellResult:
     properties: tuple[PropertyResult, ...] = ()
 
 
-def run_cell(row: Row, mode: RunnerMode, case: Case, device: torch.device, controls: Sequence[Control] | None = None) -> CellResult:
-    """Drive one row through one mode on one case. ``controls`` None takes the cell's share of them (see ``controls_for``)."""
+def run_cell(
+    row: Row, mode: RunnerMode, case: Case, device: torch.device, controls: Sequence[Control] | None = None, full: bool = True
+) -> CellResult:
+    """Drive one row through one mode on one case.
+
+    ``full`` False samples interpreted rows (see ``coverage``); ``controls`` None takes the case's share of its cell's controls.
+    """
     begin = time.perf_counter()
+    share = share_of(row, mode, case, device.type, full)
     claim = row.capabilities.claim(mode, case, device.type)
     trials: tuple[Trial, ...] = ()
     counts: dict[str, ControlCount] = {}
@@ -57,13 +64,12 @@ def run_cell(row: Row, mode: RunnerMode, case: Case, device: torch.device, contr
         outcome = judge_not_applicable(claim)
     else:
         plain = isinstance(claim, Supported)
-        trials = _trials(row, mode, case, device, every=plain)
+        trials = _trials(row, mode, case, device, share.probes if plain else share.probes[:1])
         differences = _differences(trials) if plain and row.capabilities.deterministic else ()
         outcome = judge_claim(row, claim, row.capabilities.known_fault(mode, case), trials, differences)
         if outcome.status == "pass":
-            share = controls_for(row, mode, case, device.type) if controls is None else controls
-            outcome, counts = _try_controls(row, mode, case, device, share)
-        if outcome.status == "pass" and examines(mode, case):
+            outcome, counts = _try_controls(row, mode, case, device, share.controls if controls is None else controls)
+        if outcome.status == "pass" and share.properties:
             properties = examine(row, case, device)
             broken = [result.name for result in properties if result.broken_promise]
             if broken:
@@ -72,10 +78,10 @@ def run_cell(row: Row, mode: RunnerMode, case: Case, device: torch.device, contr
     return CellResult(row.name, mode, case, outcome.status, outcome.reason, trials, "", seconds, outcome.details, counts, properties)
 
 
-def _trials(row: Row, mode: RunnerMode, case: Case, device: torch.device, every: bool) -> tuple[Trial, ...]:
-    """One trial per probe, ended by the first that does not pass; a refusal is tried under one probe only."""
+def _trials(row: Row, mode: RunnerMode, case: Case, device: torch.device, probes: Sequence[Probe]) -> tuple[Trial, ...]:
+    """One trial per probe, ended by the first that does not pass."""
     trials: list[Trial] = []
-    for probe in PROBES if every else (PEAKED,):
+    for probe in probes:
         trials.append(run_trial(row, mode, case, device, probe))
         if not trials[-1].passed:
             break

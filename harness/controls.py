@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
-from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.cases.suites import suite
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
 from attnmatrix.harness.batch import Batch
-from attnmatrix.harness.capabilities import Supported
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.registry import Row
 
@@ -27,7 +23,6 @@ if TYPE_CHECKING:
     from attnmatrix.harness.world import World
 
 Inputs = tuple[Tensor, Tensor, Tensor]
-TRIES_PER_CELL = 2  # cases of a cell that try each control
 
 
 @dataclass(frozen=True)
@@ -255,22 +250,3 @@ CONTROLS: tuple[Control, ...] = (
 def control_kinds(case: Case) -> frozenset[str]:
     """The kinds of controls that apply to a case."""
     return frozenset(control.kind for control in CONTROLS if control.applies(case))
-
-
-def controls_for(row: Row, mode: RunnerMode, case: Case, device: str) -> tuple[Control, ...]:
-    """The controls that this case tries: each control is tried on the first ``TRIES_PER_CELL`` suite cases it applies to that the row
-    claims to support; a case outside the suite tries all that apply."""
-    shares = _shares(row, mode, device)
-    if case.id not in {member.id for member in suite(case.kind, mode)}:
-        return tuple(control for control in CONTROLS if control.applies(case))
-    return tuple(control for control in CONTROLS if case.id in shares[control.id])
-
-
-@cache
-def _shares(row: Row, mode: RunnerMode, device: str) -> dict[str, frozenset[str]]:
-    claimed = [
-        case
-        for case in suite(row.kind, mode)
-        if isinstance(row.capabilities.claim(mode, case, device), Supported) and row.capabilities.known_fault(mode, case) is None
-    ]
-    return {control.id: frozenset(case.id for case in [c for c in claimed if control.applies(c)][:TRIES_PER_CELL]) for control in CONTROLS}

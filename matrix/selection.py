@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.cases.pairwise import pairwise_subset
 from attnmatrix.cases.suites import suite
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.registry import Row, UsageError, find_rows, load_plugin, rows
+from attnmatrix.harness.row_suite import row_suite
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ class Selection:
     def _cases_of(self, row: Row, mode: RunnerMode, cases: Sequence[Case]) -> tuple[Case, ...]:
         if cases:
             return tuple(case for case in cases if case.kind is row.kind and case.forward in mode.forward_modes)
-        whole = suite(row.kind, mode)
-        return pairwise_subset(whole) if row.interpreted and self.device == "cpu" and not self.full else whole
+        return row_suite(row, mode, self.device, self.full)
 
 
 def parse_modes(names: Sequence[str]) -> tuple[RunnerMode, ...]:

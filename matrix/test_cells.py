@@ -12,7 +12,7 @@ from attnmatrix.matrix.status import AS_DECLARED
 
 def test_cell(cell: CellId, cell_device: str, request: pytest.FixtureRequest) -> None:
     """Run one cell and keep its record; anything but what the row declares fails."""
-    record = run_and_record(cell, cell_device)
+    record = run_and_record(cell, cell_device, request.config.getoption("--full"))
     request.node.user_properties.append(RECORD_KEY.pair(record))
     if record.status not in AS_DECLARED:
         from attnmatrix.matrix.explain import failure_message

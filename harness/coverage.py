@@ -1,0 +1,56 @@
+"""Each case's share of its cell's probes, negative controls and properties.
+
+Sampled cells (see ``row_suite``) try one probe a case, in turn, and fewer controls and properties.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from attnmatrix.cases.case import Case
+from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.harness.capabilities import Supported
+from attnmatrix.harness.controls import CONTROLS, Control
+from attnmatrix.harness.probes import PROBES, Probe
+from attnmatrix.harness.properties import examines
+from attnmatrix.harness.registry import Row
+from attnmatrix.harness.row_suite import is_sampled, row_suite
+
+TRIES_PER_CELL = 2  # cases of a cell that try each control
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one case of a cell tries."""
+
+    probes: tuple[Probe, ...]
+    controls: tuple[Control, ...]
+    properties: bool
+
+
+def share_of(row: Row, mode: RunnerMode, case: Case, device: str, full: bool) -> Share:
+    """The share of a case: each control is tried on the cheapest cases that the row claims to support; a case outside the cell's own tries all."""
+    sampled = is_sampled(row, device, full)
+    probes = (PROBES[int(case.content_hash, 16) % len(PROBES)],) if sampled else PROBES
+    shares = _control_shares(row, mode, device, full)
+    own = case.id in {member.id for member in row_suite(row, mode, device, full)}
+    controls = tuple(control for control in CONTROLS if (case.id in shares[control.id] if own else control.applies(case)))
+    return Share(probes, controls, examines(mode, case, few=sampled))
+
+
+@cache
+def _control_shares(row: Row, mode: RunnerMode, device: str, full: bool) -> dict[str, frozenset[str]]:
+    claimed = [
+        case
+        for case in row_suite(row, mode, device, full)
+        if isinstance(row.capabilities.claim(mode, case, device), Supported) and row.capabilities.known_fault(mode, case) is None
+    ]
+    tries = 1 if is_sampled(row, device, full) else TRIES_PER_CELL
+    cheapest = sorted(claimed, key=_work)
+    return {control.id: frozenset([case.id for case in cheapest if control.applies(case)][:tries]) for control in CONTROLS}
+
+
+def _work(case: Case) -> int:
+    longest = max(case.kv_lens, default=0)
+    return (case.num_tokens + case.batch_size) * (longest + 64) * case.heads.q * case.heads.dim
