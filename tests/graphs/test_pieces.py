@@ -10,6 +10,7 @@ import torch
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.layouts import decode, extend
 from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.cases.schedule import schedule
 from attnmatrix.cases.speculative import verify
 from attnmatrix.harness.backends.torch_softmax import TorchSoftmax
 from attnmatrix.harness.capabilities import Conventions
@@ -49,6 +50,20 @@ def test_a_piece_that_is_not_replayed_shows(mode: RunnerMode, skipped: int, monk
     assert any("a captured piece is stale" in line for line in describe(result)), describe(result)
     if skipped == 2:
         assert any("the model's output is not finite" in line for line in describe(result)), "the last result was not overwritten"
+
+
+@split_modes
+def test_tokens_behind_the_real_ones_are_nan_or_stale(mode: RunnerMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    tails: list[bool] = []
+    replay = SplitGraph.replay
+
+    def watched(self: SplitGraph, attend: Recorder, live: int) -> None:
+        tails.append(bool(self.tokens.hidden[live:].isnan().all()))
+        replay(self, attend, live)
+
+    monkeypatch.setattr(SplitGraph, "replay", watched)
+    run_trial(find_row("torch", SOFTMAX), mode, CASES[mode], CPU, PEAKED)
+    assert tails == [step.fill == "production" for step in schedule(CASES[mode], mode).steps]
 
 
 def steps_of(mode: RunnerMode) -> Iterator[tuple[World, StepRun]]:
