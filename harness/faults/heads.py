@@ -25,7 +25,7 @@ class OddHeadLeftOut(SoftmaxSubject):
 class Mapped(SoftmaxSubject):
     """Query head h reads key/value head ``self.head(h)``."""
 
-    layers = (0, 1)
+    layers: tuple[int, ...] = (0, 1)
 
     def head(self, index: Tensor) -> Tensor:
         return index // self.context.heads.group

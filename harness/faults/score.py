@@ -17,7 +17,7 @@ from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.cell import CellResult, run_cell
 from attnmatrix.harness.faults.fault import Fault, faults
 from attnmatrix.harness.faults.fixed_rule import fixed_cases, fixed_rule_rejects
-from attnmatrix.harness.registry import UsageError
+from attnmatrix.harness.registry import Row, UsageError
 
 RULES = ("ours", "fixed")
 KILLED, SURVIVED, CRASHED, NO_CASE = "killed", "survived", "crashed", "no applicable case"
@@ -74,10 +74,10 @@ def check_rule(rule: str, kinds: Collection[str]) -> None:
 def score_fault(fault: Fault, rule: str) -> FaultScore:
     """One fault, cheapest case first, until the first rejection."""
     begin = time.perf_counter()
-    look: Callable[[Fault, RunnerMode, Case], _Sight] = _ours if rule == "ours" else _fixed
-    tried, raised = 0, ""
+    look: Callable[[Row, RunnerMode, Case], _Sight] = _ours if rule == "ours" else _fixed
+    row, tried, raised = fault.row(), 0, ""
     for mode, case in applicable(fault, rule):
-        sight = look(fault, mode, case)
+        sight = look(row, mode, case)
         tried += 1
         if sight.rejected:
             seconds = time.perf_counter() - begin
@@ -104,9 +104,9 @@ def cost(mode: RunnerMode, case: Case) -> int:
     return work + len(batches) * 1_000_000
 
 
-def _ours(fault: Fault, mode: RunnerMode, case: Case) -> _Sight:
+def _ours(row: Row, mode: RunnerMode, case: Case) -> _Sight:
     """The judgement of a row of the matrix, short of its negative controls."""
-    cell = run_cell(fault.row(), mode, case, torch.device("cpu"), controls=())
+    cell = run_cell(row, mode, case, torch.device("cpu"), controls=(), diagnosed=False)
     raised = any(trial.error is not None for trial in cell.trials)
     return _Sight(cell.status != "pass" and not raised, raised, _probe(cell), cell.reason)
 
@@ -119,9 +119,9 @@ def _probe(cell: CellResult) -> str:
     return failed or broken or "peaked against poison"
 
 
-def _fixed(fault: Fault, mode: RunnerMode, case: Case) -> _Sight:
+def _fixed(row: Row, mode: RunnerMode, case: Case) -> _Sight:
     try:
-        reason = fixed_rule_rejects(fault.row(), mode, case, torch.device("cpu"))
+        reason = fixed_rule_rejects(row, mode, case, torch.device("cpu"))
     except Exception as error:  # noqa: BLE001 - whatever a faulty backend raises is counted apart
         return _Sight(False, True, "", f"{type(error).__name__}: {error}")
     return _Sight(bool(reason), False, "zeros", reason)

@@ -55,8 +55,24 @@ def plant(
 
     if id in BY_ID:
         kind, title, source = BY_ID[id].kind, BY_ID[id].title, BY_ID[id].source
-    promises = {"conventions": conventions or Conventions(), "batch_invariant": batch_invariant}
-    add(Fault(id, kind, title, diagnosis, AttentionKind.SOFTMAX, modes, applies, subject, healthy, source, like, **promises))
+    others = tuple(other for other in like if other != id)
+    add(
+        Fault(
+            id,
+            kind,
+            title,
+            diagnosis,
+            AttentionKind.SOFTMAX,
+            modes,
+            applies,
+            subject,
+            healthy,
+            source,
+            others,
+            conventions=conventions or Conventions(),
+            batch_invariant=batch_invariant,
+        )
+    )
 
 
 def put_off(id: str, status: str, reason: str) -> None:
