@@ -100,12 +100,17 @@ def long_contexts(kind: AttentionKind, lengths: Iterable[int] = (1000, 4000)) ->
     return tuple(cases)
 
 
-def large_pages() -> tuple[Case, ...]:
-    """More than 4096 keys in pages of 256: kernels step through pages larger than their key tile in another way."""
-    softmax = AttentionKind.SOFTMAX
+def large_shapes() -> tuple[Case, ...]:
+    """Sizes at which kernels take another way: pages larger than a key tile and more than 4096 keys, many splits, several query tiles,
+    more requests than a warp has groups."""
+    softmax, small = AttentionKind.SOFTMAX, Heads(2, 1, 64)
     return (
         extend(256, (5900, 300), (3, 2), softmax, heads=Heads(4, 2, 64), name="large_pages_extend"),
         decode(256, (6000, 256), softmax, heads=Heads(4, 2, 64), name="large_pages_decode"),
+        decode(64, (32000,), softmax, heads=small, name="context32000_decode"),
+        extend(16, (0, 40), (530, 7), softmax, heads=small, name="long_prefill"),
+        extend(16, range(0, 36, 3), (1, 2, 3) * 4, softmax, name="many_requests_extend"),
+        decode(16, range(3, 36, 2), softmax, name="many_requests_decode"),
     )
 
 
@@ -122,7 +127,7 @@ def window_edges(window: int, page: int = 16) -> tuple[Case, ...]:
 
 
 def score_options() -> tuple[Case, ...]:
-    """Soft cap, sinks, ALiBi, strided inputs, and a real geometry with sinks and window 128."""
+    """Soft cap, sinks, ALiBi (far too), strided inputs, scores past float32's range of exp, a real geometry with sinks and window 128."""
     softmax = AttentionKind.SOFTMAX
     shape = {"page": 16, "prefix": (0, 20, 33), "new": (18, 7, 1), "kind": softmax}
     decodes = {"page": 16, "prefix": (5, 17, 64), "kind": softmax}
@@ -135,6 +140,9 @@ def score_options() -> tuple[Case, ...]:
     ):
         cases.append(extend(**shape, name=f"{name}_extend", **options))  # type: ignore[arg-type]
         cases.append(decode(**decodes, name=f"{name}_decode", **options))  # type: ignore[arg-type]
+    cases.append(decode(16, (40, 600), softmax, heads=Heads(4, 2, 64), alibi=True, name="alibi_far_decode"))
+    cases.append(extend(16, (8, 16), (8, 1), softmax, gain=16.0, name="loud_extend"))
+    cases.append(decode(16, (14, 40), softmax, gain=16.0, name="loud_decode"))
     oss = {"heads": Heads(64, 8, 64), "sinks": True, "window": 128, "window_layers": "first"}
     cases.append(extend(16, (0, 150), (140, 3), softmax, name="gpt_oss_extend", **oss))
     cases.append(decode(16, (126, 127, 128, 300), softmax, name="gpt_oss_decode", **oss))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
+from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
 from attnmatrix.cases.layouts import extend
 from attnmatrix.cases.options import DRAFT_KINDS, Tree
 
@@ -56,4 +56,16 @@ def verify_windows(window: int = 8) -> tuple[Case, ...]:
     return (
         verify(16, (window - 2, window, 3 * window), 4, softmax, window=window, name=f"chain_window{window}"),
         verify(16, (3 * window, window - 1), 6, softmax, trees=(SIBLINGS,), window=window, name=f"tree_window{window}"),
+    )
+
+
+def verify_options() -> tuple[Case, ...]:
+    """What plain batches meet, in verify: score options, a tree without prefix, a long prefix in another geometry."""
+    softmax, tree = AttentionKind.SOFTMAX, {"trees": (SIBLINGS,), "draft_kind": "eagle"}
+    return (
+        verify(16, (20, 5), 4, softmax, sinks=True, name="chain_sinks"),
+        verify(16, (20, 5), 6, softmax, alibi=True, name="tree_alibi", **tree),
+        verify(16, (20, 5), 4, softmax, soft_cap=5.0, gain=4.0, name="chain_soft_cap"),
+        verify(16, (0, 17), 6, softmax, name="tree_no_prefix", **tree),
+        verify(64, (700, 130), 5, softmax, heads=Heads(14, 2, 64), dtype="fp16", name="chain_context700"),
     )

@@ -43,6 +43,7 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
         yield from speculative.verify_trees(kind)
         if softmax:
             yield from speculative.verify_windows()
+            yield from speculative.verify_options()
         return
     if mode in (RunnerMode.DE, RunnerMode.DE_CG, RunnerMode.DE_V2_CG, RunnerMode.EAGLE_DE, RunnerMode.EAGLE_DRAFT, RunnerMode.FKVMTP):
         return
@@ -61,6 +62,6 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from layouts.window_edges(window)
         yield from layouts.score_options()
         if mode is RunnerMode.EAGER:
-            yield from layouts.large_pages()
+            yield from layouts.large_shapes()
     else:
         yield from layouts.state_variants()
