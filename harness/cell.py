@@ -13,7 +13,9 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.capabilities import NotApplicable, Supported
 from attnmatrix.harness.controls import Control
 from attnmatrix.harness.coverage import share_of
-from attnmatrix.harness.outcome import Outcome, judge_claim, judge_not_applicable
+from attnmatrix.harness.diagnose import diagnose
+from attnmatrix.harness.locate import locate_worst
+from attnmatrix.harness.outcome import Outcome, judge_claim, judge_diagnosis, judge_not_applicable
 from attnmatrix.harness.pools import bits
 from attnmatrix.harness.probes import PEAKED, Probe
 from attnmatrix.harness.properties import PropertyResult, examine
@@ -32,7 +34,8 @@ class ControlCount:
 
 @dataclass(frozen=True)
 class CellResult:
-    """Outcome of a cell. ``status`` is a case status of the matrix; ``reason`` says why it is not ``pass``."""
+    """Outcome of a cell. ``status`` is a case status of the matrix; ``reason`` says why it is not ``pass``, ``diagnosis`` which fault
+    explains a failure and ``where`` where it is worst."""
 
     row: str
     mode: RunnerMode
@@ -45,14 +48,22 @@ class CellResult:
     details: tuple[str, ...] = ()
     controls: dict[str, ControlCount] = field(default_factory=dict)
     properties: tuple[PropertyResult, ...] = ()
+    where: str = ""
 
 
 def run_cell(
-    row: Row, mode: RunnerMode, case: Case, device: torch.device, controls: Sequence[Control] | None = None, full: bool = True
+    row: Row,
+    mode: RunnerMode,
+    case: Case,
+    device: torch.device,
+    controls: Sequence[Control] | None = None,
+    full: bool = True,
+    diagnosed: bool = True,
 ) -> CellResult:
     """Drive one row through one mode on one case.
 
-    ``full`` False samples interpreted rows (see ``coverage``); ``controls`` None takes the case's share of its cell's controls.
+    ``full`` False samples interpreted rows (see ``coverage``); ``controls`` None takes the case's share of its cell's controls; without
+    ``diagnosed`` a failure is not explained and a known fault is taken at its word.
     """
     begin = time.perf_counter()
     share = share_of(row, mode, case, device.type, full)
@@ -60,13 +71,20 @@ def run_cell(
     trials: tuple[Trial, ...] = ()
     counts: dict[str, ControlCount] = {}
     properties: tuple[PropertyResult, ...] = ()
+    diagnosis = where = ""
     if isinstance(claim, NotApplicable):
         outcome = judge_not_applicable(claim)
     else:
         plain = isinstance(claim, Supported)
         trials = _trials(row, mode, case, device, share.probes if plain else share.probes[:1])
         differences = _differences(trials) if plain and row.capabilities.deterministic else ()
-        outcome = judge_claim(row, claim, row.capabilities.known_fault(mode, case), trials, differences)
+        known = row.capabilities.known_fault(mode, case)
+        outcome = judge_claim(row, claim, known, trials, differences)
+        if diagnosed and outcome.status in ("fail", "known") and not trials[-1].passed:
+            found = diagnose(row, mode, case, device, trials[-1])
+            where = str(locate_worst([m for verdict in trials[-1].verdicts for m in verdict.measurements], case, mode) or "")
+            diagnosis = str(found) if trials[-1].error is None else ""
+            outcome = judge_diagnosis(outcome, known, found)
         if outcome.status == "pass":
             outcome, counts = _try_controls(row, mode, case, device, share.controls if controls is None else controls)
         if outcome.status == "pass" and share.properties:
@@ -75,7 +93,9 @@ def run_cell(
             if broken:
                 outcome = Outcome("fail", f"promised, but not kept: {', '.join(broken)}")
     seconds = time.perf_counter() - begin
-    return CellResult(row.name, mode, case, outcome.status, outcome.reason, trials, "", seconds, outcome.details, counts, properties)
+    return CellResult(
+        row.name, mode, case, outcome.status, outcome.reason, trials, diagnosis, seconds, outcome.details, counts, properties, where
+    )
 
 
 def _trials(row: Row, mode: RunnerMode, case: Case, device: torch.device, probes: Sequence[Probe]) -> tuple[Trial, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnmatrix.harness.capabilities import Blocked, Claim, Deferred, KnownFault, NotApplicable
+from attnmatrix.harness.diagnose import Diagnosis
 from attnmatrix.harness.refusal import why_not_a_refusal
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.trial import Trial, describe
@@ -42,6 +43,13 @@ def judge_claim(row: Row, claim: Claim, known: KnownFault | None, trials: Sequen
             return Outcome("fail", f"declared a known fault ({known.reason}), but it passes")
         return Outcome("known", f"{known.reason} (see {known.finding})", found)
     return Outcome("pass") if passed else Outcome("fail", found[0] if found else "failed", found)
+
+
+def judge_diagnosis(outcome: Outcome, known: KnownFault | None, found: Diagnosis) -> Outcome:
+    """A known fault must fail with the declared diagnosis, unless the case is too large for one."""
+    if outcome.status != "known" or known is None or found.skipped or found.confirms(known.diagnosis):
+        return outcome
+    return Outcome("fail", f"fails otherwise than its known fault says ({known.diagnosis}): {found}", outcome.details)
 
 
 def _judge_blocked(row: Row, claim: Blocked, trials: Sequence[Trial], found: tuple[str, ...]) -> Outcome:

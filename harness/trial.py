@@ -15,6 +15,7 @@ from attnmatrix.harness.guards import Guards
 from attnmatrix.harness.interpreter import prepare_triton
 from attnmatrix.harness.metadata_checks import InspectedBackend
 from attnmatrix.harness.probes import Probe
+from attnmatrix.harness.produced import produced_states
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.runners import RUNNERS
 from attnmatrix.harness.runners.recorder import ContractError
@@ -26,8 +27,9 @@ from attnmatrix.harness.world import World
 class Trial:
     """What one probe showed: per-step verdicts, or the exception that ended it.
 
-    ``outputs`` are the attention outputs of each step and layer, for comparisons between trials. ``untouched``: no pool was
-    changed by a run that ended in an exception.
+    ``outputs`` are the attention outputs of each step and layer, for comparisons between trials; ``states``, kept of a failing trial of
+    a linear kind, what each left for the batch's own requests (see ``produced_states``). ``untouched``: no pool was changed by a run
+    that ended in an exception.
     """
 
     probe: str
@@ -37,6 +39,7 @@ class Trial:
     graph: str = "none"
     error: BaseException | None = None
     untouched: bool = True
+    states: tuple[tuple[dict[str, Tensor], ...], ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -55,6 +58,7 @@ def run_trial(row: Row, mode: RunnerMode, case: Case, device: torch.device, prob
     guards = Guards(world)
     verdicts: list[StepVerdict] = []
     outputs: list[tuple[Tensor, ...]] = []
+    states: list[tuple[dict[str, Tensor], ...]] = []
     replays, graph = 0, "none"
     try:
         backend = InspectedBackend(TamperedBackend(row, world, control) if control else row.create(world.context))
@@ -62,13 +66,15 @@ def run_trial(row: Row, mode: RunnerMode, case: Case, device: torch.device, prob
             run.problems += backend.take_problems()
             verdicts.append(judge_step(world, run, guards))
             outputs.append(tuple(call.out.clone() for call in run.calls))
+            states.append(tuple(produced_states(world, run.index, call.layer) for call in run.calls))
             replays += run.replays
             graph = run.graph
     except Exception as error:  # noqa: BLE001 - whatever a backend raises is an outcome, classified by the caller
         return Trial(probe.name, tuple(verdicts), tuple(outputs), replays, graph, error, untouched=not guards.untouched())
     missing = len(world.steps) - len(verdicts)
     short = ContractError(f"{missing} of {len(world.steps)} batches were not run") if missing else None
-    return Trial(probe.name, tuple(verdicts), tuple(outputs), replays, graph, short)
+    failed = bool(missing) or not all(verdict.passed for verdict in verdicts)
+    return Trial(probe.name, tuple(verdicts), tuple(outputs), replays, graph, short, states=tuple(states) if failed else ())
 
 
 def describe(trial: Trial) -> tuple[str, ...]:

@@ -25,6 +25,8 @@ def failure_message(record: Record) -> str:
     ]
     if record.diagnosis:
         lines.append(f"diagnosis: {record.diagnosis}")
+    if record.where:
+        lines.append(f"where: {record.where}")
     lines += [
         f"again:  attnmatrix run --backend {record.backend} --mode {record.mode} --case {record.case} --device {device}",
         f"layout: attnmatrix explain {record.case}",

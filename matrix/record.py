@@ -71,6 +71,7 @@ class Record(msgspec.Struct, frozen=True):
     dirty: bool
     utc: str
     seconds: float
+    where: str = ""  # request, position, head, page and slot of the worst row, and how the bad rows are spread
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -96,6 +97,7 @@ def make_record(result: CellResult, kind: AttentionKind, versions: dict[str, str
         replays=sum(trial.replays for trial in result.trials),
         fingerprint=fingerprint,
         seconds=round(result.seconds, 4),
+        where=result.where,
     )
 
 

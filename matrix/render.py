@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -186,7 +187,8 @@ def _reasons(records: Sequence[Record], statuses: Sequence[str]) -> list[Reason]
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for record, status in zip(records, statuses, strict=True):
         if status not in ("pass", "stale"):
-            groups[record.backend, record.kind, record.mode, record.device, status, record.reason, record.diagnosis].append(record)
+            diagnosis = re.split(", error |; nearest", record.diagnosis)[0]
+            groups[record.backend, record.kind, record.mode, record.device, status, record.reason, diagnosis].append(record)
     ordered = sorted(groups.items(), key=lambda item: (ORDER.index(item[0][4]), item[0]))
     return [
         Reason(f"{row} ({kind})", mode, short_device(device), status, len(found), reason, diagnosis, found[0].case)

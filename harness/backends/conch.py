@@ -153,7 +153,7 @@ register(
                 KnownFault(
                     _prefix_hit,
                     finding="conch_causal_mask_ignores_prefix",
-                    diagnosis="causal mask aligned top-left",
+                    diagnosis="Y80",
                     reason="varlen_attention aligns its causal mask top-left: with a cached prefix, new token i sees keys 0..i only",
                 ),
             ),

@@ -142,31 +142,31 @@ FAULTS = (
     KnownFault(
         _stale_state,
         finding="seg_la_one_token_extend_reads_stale_state",
-        diagnosis="a request without prefix starts from the state left in its slot",
+        diagnosis="Y04",
         reason="one new token per request takes the decode kernel, which starts from the slot's old state without a prefix too",
     ),
     KnownFault(
         _uneven_lengths,
         finding="seg_la_uneven_lengths_take_decode_kernel",
-        diagnosis="token r is computed as the one token of request r",
+        diagnosis="Y04",
         reason="lengths such as (2, 0) add up to the batch size and take the decode kernel, one token per request",
     ),
     KnownFault(
         lambda case, mode: _verify(case) and set(case.new_lens) == {1},
         finding="seg_la_verify_of_one_draft_updates_live_state",
-        diagnosis="a verify step advances the live state and keeps no intermediate state",
+        diagnosis="Y59",
         reason="verify of one draft token takes the decode kernel: the live state advances, no intermediate state is written",
     ),
     KnownFault(
         lambda case, mode: _verify(case) and len(set(case.new_lens)) > 1,
         finding="seg_la_ragged_verify_reads_other_requests",
-        diagnosis="every request has the batch's mean number of draft tokens",
+        diagnosis="Y60",
         reason="verify divides the tokens evenly among the requests, whatever q_lengths says",
     ),
     KnownFault(
         lambda case, mode: _verify(case) and bool(case.trees),
         finding="seg_la_verify_ignores_tree_mask",
-        diagnosis="a draft tree is verified as a chain",
+        diagnosis="B139",
         reason="with intermediate states asked for, the tree mask is ignored and the drafts are taken as a chain",
     ),
 )

@@ -34,6 +34,16 @@ class TopLeftOverCapacity(TopLeft):
         return super().ordered(draft, plan, rows, batch) | single[:, None, None]
 
 
+class TopLeftForSeveral(TopLeft):
+    """A single query sees all keys, as it should."""
+
+    def ordered(self, draft: Tensor, plan: Plan, rows: Tensor, batch: Batch) -> Tensor:
+        single = plan.cu_seqlens_q.diff() == 1
+        return torch.where(
+            single[:, None, None], SoftmaxSubject.ordered(self, draft, plan, rows, batch), super().ordered(draft, plan, rows, batch)
+        )
+
+
 class EdgeRoundedUp(SoftmaxSubject):
     """The causal edge of a token rounded up to the next block, no mask inside it; for requests of at most ``tokens`` tokens."""
 
@@ -77,13 +87,17 @@ def _edge_inside_block(most: int) -> Rule:
     return rule
 
 
+def _prefix_before_several(case: Case) -> bool:
+    return any(prefix and new > 1 for prefix, new in requests(case))
+
+
 def _first_key_elsewhere(case: Case) -> bool:
     return has_prefix(case) or any(new == 1 for _, new in requests(case))
 
 
 plant("B03", "the mask of a single query dropped and that of several aligned top-left, over the capacity of the cache",
       TopLeftOverCapacity, _first_key_elsewhere, PLAIN, like=("B04", "X07"))  # fmt: skip
-plant("B04", "the causal mask aligned top-left", TopLeft, has_prefix, PLAIN, like=("B03",))
+plant("B04", "the causal mask aligned top-left", TopLeft, has_prefix, PLAIN, like=("B03", "Y80"))
 plant("B05", f"the causal edge of requests with fewer than {BLOCK} new tokens rounded up to a block of {BLOCK} keys",
       EdgeRoundedUpForFew, _edge_inside_block(BLOCK - 1), like=("B88", "B87", "B89", "X01"))  # fmt: skip
 plant("B88", f"the causal edge rounded up to a block of {BLOCK} keys", EdgeRoundedUp, _edge_inside_block(1 << 30),
@@ -95,3 +109,5 @@ plant("X01", "the causal mask one key too long: each token sees the next one", S
       lambda case: several_tokens(case) or branches(case), kind="causal-align", title="Causal mask shifted by one key",
       like=("B05", "B87", "B88", "B89"))  # fmt: skip
 plant("X02", "each token's own key hidden", OwnKeyHidden, lambda case: True, kind="causal-align", title="Strictly causal mask")
+plant("Y80", "the causal mask of requests with several new tokens aligned top-left", TopLeftForSeveral, _prefix_before_several,
+      (*PLAIN, *VERIFY), kind="causal-align", title="Causal mask aligned top-left but for single queries", like=("B03", "B04"))  # fmt: skip
