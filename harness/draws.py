@@ -27,7 +27,10 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What one request has cached before a step: keys and values per layer ``[P, Hkv, D]``, or states per layer ``[H, K, V]``."""
+    """What one request has cached before a step: keys and values per layer ``[P, Hkv, D]``, or states per layer ``[H, K, V]``.
+
+    On the CPU: the pool holds the device's copy.
+    """
 
     keys: tuple[Tensor, ...] = ()
     values: tuple[Tensor, ...] = ()
@@ -64,23 +67,26 @@ class Draws:
         return tuple(steps)
 
     def _draw(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return (peaked(shape, self.generator) * scale).to(self.dtype).to(self.device)
+        return (peaked(shape, self.generator) * scale).to(self.dtype)
 
     def _layer_inputs(self, batch: Case, prefixes: tuple[Prefix, ...], layer: int) -> LayerInputs:
         heads, tokens = batch.heads, batch.num_tokens
         q = self._draw(tokens, heads.q, heads.dim, scale=batch.gain)
         k, v = self._draw(tokens, heads.kv, heads.dim), self._draw(tokens, heads.kv, heads.dim)
         if self.probe.inputs != "needle":
-            return LayerInputs(q, k, v)
+            return self._placed(q, k, v)
         if batch.kind is not AttentionKind.SOFTMAX:
             queries, keys = orthogonal_keys(batch, self.generator)
-            return LayerInputs(queries.to(self.dtype).to(self.device), keys.to(self.dtype).to(self.device), v)
+            return self._placed(queries.to(self.dtype), keys.to(self.dtype), v)
         starts = [sum(batch.new_lens[:r]) for r in range(batch.batch_size)]
         aligned = [
             needle_queries(batch, r, torch.cat([prefixes[r].keys[layer], k[start : start + batch.new_lens[r]]]))
             for r, start in enumerate(starts)
         ]
-        return LayerInputs(torch.cat([q[:0].float(), *aligned]).to(self.dtype), k, v)
+        return self._placed(torch.cat([q[:0].float(), *aligned]).to(self.dtype), k, v)
+
+    def _placed(self, *planned: Tensor) -> LayerInputs:
+        return LayerInputs(*(tensor.to(self.device) for tensor in planned))
 
     def _prefixes(self, batch: Case) -> tuple[Prefix, ...]:
         heads = batch.heads
@@ -90,7 +96,7 @@ class Draws:
                 scale = batch.state_scale if length else 0.0
                 shape = (heads.q, heads.dim, heads.dim)
                 drawn = [torch.randn(shape, generator=self.generator) * scale for _ in range(NUM_LAYERS)]
-                prefixes.append(Prefix(states=tuple(state.to(self.device) for state in drawn)))
+                prefixes.append(Prefix(states=tuple(drawn)))
             return tuple(prefixes)
         common = shared_prefix_len(batch)
         donor: Prefix | None = None

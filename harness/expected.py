@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmatrix.cases.case import AttentionKind, ForwardMode
+from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.harness.draws import StepData
 from attnmatrix.harness.rounding import TF32_PRODUCTS, chunked_decay, softmax_rounded
 from attnmatrix.harness.runners.recorder import AttentionCall
@@ -16,6 +16,8 @@ from attnmatrix.harness.world import World
 from attnmatrix.references.decayed_state import decayed_state_attention, decayed_state_sizes
 from attnmatrix.references.softmax import softmax_attention
 from attnmatrix.references.visibility import key_positions, query_positions, visible_keys
+
+SMALL = 200_000_000  # multiplications of a step's largest product below which launching it on a GPU costs more
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,25 @@ class Quantity:
 
 def expected_quantities(world: World, step: StepData, call: AttentionCall) -> dict[str, Quantity]:
     """``out`` and ``lse`` for softmax; ``out`` and ``state`` or, in target_verify, ``intermediate`` for linear kinds."""
+    place = judging_device(step.case, world.device)
+    q, k, v = (tensor.to(place) for tensor in (call.q, call.k, call.v))
     if world.case.kind is AttentionKind.SOFTMAX:
-        return _softmax(world, step, call)
-    return _lightning(world, step, call)
+        return _softmax(world, step, call.layer, q, k, v, place)
+    return _lightning(world, step, call.layer, q, k, v, place)
 
 
-def _softmax(world: World, step: StepData, call: AttentionCall) -> dict[str, Quantity]:
+def judging_device(case: Case, device: torch.device) -> torch.device:
+    """Where a step is judged: a small one on the CPU, whose launches cost less than its arithmetic on a GPU; the rest on its own device."""
+    pairs = sum(new * kv for new, kv in zip(case.new_lens, case.kv_lens, strict=True))
+    states = case.num_tokens * case.heads.dim if case.kind is not AttentionKind.SOFTMAX else 0
+    small = (pairs + states) * case.heads.q * case.heads.dim < SMALL
+    return torch.device("cpu") if small else device
+
+
+def _softmax(world: World, step: StepData, layer: int, q: Tensor, new_k: Tensor, new_v: Tensor, place: torch.device) -> dict[str, Quantity]:
     case, context = step.case, world.context
+    sinks = context.sinks.to(place) if context.sinks is not None else None
+    slopes = context.alibi_slopes.to(place) if context.alibi_slopes is not None else None
     baseline = softmax_rounded(world.conventions.rounding_of(case, world.device.type))
     outs, lses, conds, base_outs, base_lses = [], [], [], [], []
     start = 0
@@ -44,17 +58,17 @@ def _softmax(world: World, step: StepData, call: AttentionCall) -> dict[str, Qua
         rows = slice(start, start + new)
         start += new
         prefix = step.prefixes[request]
-        k = torch.cat([prefix.keys[call.layer], call.k[rows]])
-        v = torch.cat([prefix.values[call.layer], call.v[rows]])
-        mask = visible_keys(case, request, call.layer, world.device)
-        queries, keys = query_positions(case, request, world.device), key_positions(case, request, world.device)
+        k = torch.cat([prefix.keys[layer].to(place), new_k[rows]])
+        v = torch.cat([prefix.values[layer].to(place), new_v[rows]])
+        mask = visible_keys(case, request, layer, place)
+        queries, keys = query_positions(case, request, place), key_positions(case, request, place)
         right = softmax_attention(
-            call.q[rows], k, v, mask, context.scale, soft_cap=case.soft_cap, sinks=context.sinks,
-            alibi_slopes=context.alibi_slopes, query_positions=queries, key_positions=keys,
+            q[rows], k, v, mask, context.scale, soft_cap=case.soft_cap, sinks=sinks,
+            alibi_slopes=slopes, query_positions=queries, key_positions=keys,
         )  # fmt: skip
         out, lse = baseline(
-            call.q[rows], k, v, mask, context.scale, soft_cap=case.soft_cap, sinks=context.sinks,
-            alibi_slopes=context.alibi_slopes, distance=keys[None, :] - queries[:, None], page_size=case.page_size,
+            q[rows], k, v, mask, context.scale, soft_cap=case.soft_cap, sinks=sinks,
+            alibi_slopes=slopes, distance=keys[None, :] - queries[:, None], page_size=case.page_size,
         )  # fmt: skip
         outs.append(right.out)
         lses.append(right.lse)
@@ -68,20 +82,20 @@ def _softmax(world: World, step: StepData, call: AttentionCall) -> dict[str, Qua
     }
 
 
-def _lightning(world: World, step: StepData, call: AttentionCall) -> dict[str, Quantity]:
+def _lightning(world: World, step: StepData, layer: int, q: Tensor, k: Tensor, v: Tensor, place: torch.device) -> dict[str, Quantity]:
     case, context = step.case, world.context
     assert context.slopes is not None
-    slopes, verify = context.slopes[call.layer].double(), case.forward is ForwardMode.TARGET_VERIFY
-    initial = torch.stack([prefix.states[call.layer] for prefix in step.prefixes])
+    slopes, verify = context.slopes[layer].to(place).double(), case.forward is ForwardMode.TARGET_VERIFY
+    initial = torch.stack([prefix.states[layer].to(place) for prefix in step.prefixes])
     trees = [case.tree(r) for r in range(case.batch_size)] if case.trees else None
     plain = {"slopes": slopes, "new_lens": case.new_lens, "scale": context.scale, "trees": trees, "keep_tokens": verify}
-    right = decayed_state_attention(call.q, call.k, call.v, initial, **plain)  # type: ignore[arg-type]
-    sizes = decayed_state_sizes(call.q, call.k, call.v, initial, **plain)  # type: ignore[arg-type]
-    base = decayed_state_attention(call.q, call.k, call.v, initial, dtype=torch.float32, **plain)  # type: ignore[arg-type]
+    right = decayed_state_attention(q, k, v, initial, **plain)  # type: ignore[arg-type]
+    sizes = decayed_state_sizes(q, k, v, initial, **plain)  # type: ignore[arg-type]
+    base = decayed_state_attention(q, k, v, initial, dtype=torch.float32, **plain)  # type: ignore[arg-type]
     base_out, base_final = base.out.to(world.dtype), base.final
     steps = world.conventions.rounding_of(case, world.device.type)
     if steps and trees is None:
-        rounded = chunked_decay(steps, call.q, call.k, call.v, initial, slopes, case.new_lens, context.scale)
+        rounded = chunked_decay(steps, q, k, v, initial, slopes, case.new_lens, context.scale)
         base_out, base_final = rounded.out, rounded.final if TF32_PRODUCTS in steps else base_final
     dots = math.sqrt(case.heads.dim)  # n additions of a dot product wander by sqrt(n) roundings (Higham and Mary 2019, theorem 2.4)
     quantities = {"out": _conditioned(("token", "head"), right.out, base_out, sizes.out * dots)}

@@ -52,7 +52,7 @@ def judge_step(world: World, run: StepRun, guards: Guards) -> StepVerdict:
                         run.index,
                         call.layer,
                         quantity.labels,
-                        actual,
+                        actual.to(quantity.reference.device),
                         quantity.reference,
                         quantity.baseline,
                         quantity.conditioning,
@@ -78,7 +78,7 @@ def _actual(world: World, step: StepData, call: AttentionCall, name: str, quanti
         found = states.as_kv(states.state(call.layer))[slots].clone()
         for row, (prefix, new) in enumerate(zip(step.case.prefix_lens, step.case.new_lens, strict=True)):
             if not prefix and not new:
-                found[row] = quantity.reference[row]  # a request without a token has no state to be right about
+                found[row] = quantity.reference[row].to(found)  # a request without a token has no state to be right about
         return found
     drafted = states.as_kv(states.intermediate(call.layer))
     return torch.cat([drafted[row, :new] for row, new in enumerate(step.case.new_lens)])

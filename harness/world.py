@@ -126,7 +126,7 @@ class World:
                         freed = freed_tokens(step.case, length, layer)
                         kv.store(layer, self.slots(request, freed, length), prefix.keys[layer][freed:], prefix.values[layer][freed:])
                     if states is not None:
-                        states.as_kv(states.state(layer))[self.state_slots[request]] = prefix.states[layer]
+                        states.as_kv(states.state(layer))[self.state_slots[request]] = prefix.states[layer].to(self.device)
 
     def _plant_nan(self) -> None:
         kv, states, poison = self.context.kv, self.context.states, self.probe.poison
