@@ -147,13 +147,14 @@ class Capabilities:
     """A row's claims: per runner mode (unlisted: supported), per case, and the faults found.
 
     ``why_not`` gives the package's limits: :class:`Blocked` where it refuses, :class:`NotApplicable` where its signature has
-    no argument for what the case asks. ``interpreter_limits`` are those of Triton's interpreter, met on a CPU only; they
-    say nothing about the package.
+    no argument for what the case asks. ``interpreter_limits`` are those of Triton's interpreter, met on a CPU only, which
+    say nothing about the package; ``compiler_limits`` are met only where kernels are compiled, on a GPU.
     """
 
     modes: Mapping[RunnerMode, Claim] = field(default_factory=dict)
     why_not: Callable[[Case], Claim | None] = no_limits
     interpreter_limits: Callable[[Case], Blocked | None] = no_limits
+    compiler_limits: Callable[[Case], Blocked | None] = no_limits
     known_faults: tuple[KnownFault, ...] = ()
     deterministic: bool = True
     batch_invariant: bool = False
@@ -163,8 +164,9 @@ class Capabilities:
         claim = self.modes.get(mode, Supported())
         if isinstance(claim, Supported):
             claim = self.why_not(case) or claim
-        if isinstance(claim, Supported) and device == "cpu":
-            claim = self.interpreter_limits(case) or claim
+        if isinstance(claim, Supported):
+            limits = self.interpreter_limits if device == "cpu" else self.compiler_limits
+            claim = limits(case) or claim
         return claim
 
     def known_fault(self, mode: RunnerMode, case: Case) -> KnownFault | None:

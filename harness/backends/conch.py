@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
-from attnmatrix.harness.capabilities import Blocked, Capabilities, KnownFault, NotApplicable
+from attnmatrix.harness.capabilities import Blocked, Capabilities, Conventions, KnownFault, NotApplicable, RoundingStep
 from attnmatrix.harness.interpreter import prepare_triton
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
@@ -124,6 +124,12 @@ def _interpreter_limits(case: Case) -> Blocked | None:
     return None
 
 
+def _compiler_limits(case: Case) -> Blocked | None:
+    if case.page_size < 16:
+        return Blocked("pages are the inner side of a tl.dot, which takes 16 at least", "CompilationError", "K >= 16")
+    return None
+
+
 def _prefix_hit(case: Case, mode: RunnerMode) -> bool:
     return case.forward is not ForwardMode.DECODE and any(p and n > 1 for p, n in zip(case.prefix_lens, case.new_lens, strict=True))
 
@@ -140,6 +146,11 @@ def attend(q, k_pool, v_pool, page_table, cu_seqlens_q, cache_seqlens, max_q, ma
     tables = cu_seqlens_q, max_q, cache_seqlens, max_k, page_table
     return varlen_attention(q, k_pool, v_pool, *tables, causal=True, strict=True, **options)
 """
+PAGE_SUMS = RoundingStep(
+    "running maximum, sum and output in the input dtype, page by page",
+    "paged_attention.py and varlen_attention.py: output = tl.zeros(..., dtype=dtype), m_i and l_i alike, with the output's dtype",
+)
+
 
 register(
     Row(
@@ -149,6 +160,7 @@ register(
         capabilities=Capabilities(
             why_not=_why_not,
             interpreter_limits=_interpreter_limits,
+            compiler_limits=_compiler_limits,
             known_faults=(
                 KnownFault(
                     _prefix_hit,
@@ -158,6 +170,7 @@ register(
                 ),
             ),
         ),
+        conventions=Conventions(rounding=(PAGE_SUMS,)),
         distributions=(PACKAGE, "triton"),
         interpreted=True,
         summary="Triton varlen and paged attention",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from attnmatrix.harness.batch import Batch
     from attnmatrix.harness.context import Context
 
+QUERY_BLOCK = 128  # FlexAttention's default block size
+
 
 @dataclass
 class FlexTables:
@@ -49,7 +51,15 @@ class Flex(AttentionBackend):
         from torch.nn.attention import flex_attention as flex
 
         self._flex = flex
-        self._attend = torch.compile(flex.flex_attention, dynamic=True) if context.device.type == "cuda" else flex.flex_attention
+        cap = context.soft_cap
+        self._soft_cap = None if cap is None else torch.tensor(cap, device=context.device)
+        self._attend = self._compiled() if context.device.type == "cuda" else flex.flex_attention
+
+    def _compiled(self) -> Callable[..., Any]:
+        """The fused kernel or an error, never the unfused fallback; one process may meet many geometries, each compiled anew."""
+        limits: Any = torch._dynamo.config
+        limits.recompile_limit = limits.accumulated_recompile_limit = 1024
+        return torch.compile(self._flex.flex_attention, dynamic=True, fullgraph=True)
 
     def prepare_metadata(self, batch: Batch) -> None:
         tables = self._tables(batch)
@@ -96,15 +106,22 @@ class Flex(AttentionBackend):
             q.transpose(0, 1)[None],
             keys,
             values,
-            score_mod=score_of(meta.tables, context.soft_cap, context.alibi_slopes),
+            score_mod=score_of(meta.tables, self._soft_cap, context.alibi_slopes),
             block_mask=meta.block_masks[layer_id],
             scale=context.scale,
             enable_gqa=context.heads.group > 1,
+            kernel_options=self._kernel_options(batch),
             return_aux=self._flex.AuxRequest(lse=True),
         )
         if context.sinks is not None:
             out = (out * torch.sigmoid(aux.lse - context.sinks[None, :, None])[..., None]).to(q.dtype)
         return out[0].transpose(0, 1)
+
+    def _kernel_options(self, batch: Batch) -> dict[str, Any]:
+        """The split-KV kernel has no configuration beyond one block of queries; then blocks that fit every dtype and head dim."""
+        if batch.num_tokens * self.context.heads.group <= QUERY_BLOCK:
+            return {}
+        return {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2}
 
     def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
         context, width = self.context, self.context.tokens_per_request
@@ -155,8 +172,8 @@ def mask_of(tables: FlexTables, window: int | None) -> Callable[..., Tensor]:
     return mask
 
 
-def score_of(tables: FlexTables, soft_cap: float | None, alibi_slopes: Tensor | None) -> Callable[..., Tensor] | None:
-    """Soft cap, then ALiBi; None when there is neither."""
+def score_of(tables: FlexTables, soft_cap: Tensor | None, alibi_slopes: Tensor | None) -> Callable[..., Tensor] | None:
+    """Soft cap (a 0-d tensor: compiled code takes no Python float that varies), then ALiBi; None when there is neither."""
     if soft_cap is None and alibi_slopes is None:
         return None
     request_of, key_index, first_token = tables.request_of, tables.key_index, tables.first_token
@@ -182,7 +199,7 @@ SINK = RoundingStep(
     lambda case, device: case.sinks,
 )
 CONVENTIONS = Conventions(
-    tail_may_hold_nan=False, unreferenced_may_hold_nan=False, padding_may_hold_nan=False, rounding=(SINK,)
+    tail_may_hold_nan=False, unreferenced_may_hold_nan=False, padding_may_hold_nan=False, window_may_hold_nan=False, rounding=(SINK,)
 )  # a hidden key keeps weight 0, and 0 times NaN is NaN
 
 
