@@ -68,7 +68,7 @@ def _softmax(world: World, step: StepData, layer: int, q: Tensor, new_k: Tensor,
         )  # fmt: skip
         out, lse = baseline(
             q[rows], k, v, mask, context.scale, soft_cap=case.soft_cap, sinks=sinks,
-            alibi_slopes=slopes, distance=keys[None, :] - queries[:, None], page_size=case.page_size,
+            alibi_slopes=slopes, distance=keys[None, :] - queries[:, None], page_size=case.page_size, longest=max(case.kv_lens),
         )  # fmt: skip
         outs.append(right.out)
         lses.append(right.lse)

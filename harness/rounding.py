@@ -9,12 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnmatrix.harness.baseline import score_baseline, softmax_baseline
+from attnmatrix.harness.baseline import softmax_baseline
+from attnmatrix.harness.online_softmax import rounded_after_use, rounded_and_split
 
 PARTIAL_SUMS = "partial sums of 32 key dims in the input dtype"
 TF32_PRODUCTS = "products of factors cut to TF32"
 SINK_RESCALE = "output rounded once before the sink rescales it"
-PAGE_SUMS = "running maximum, sum and output in the input dtype, page by page"
+ROUNDED_AFTER_USE = "running sum and output in the input dtype, the running maximum rounded after its use"
+ROUNDED_AND_SPLIT = "scores, running state and results of splits in the input dtype"
 
 CHUNK = 32  # tokens that Lightning's prefill kernels take at a time
 KEY_SPLIT = 32  # key dims per partial sum
@@ -30,14 +32,31 @@ class ChunkedDecay:
 
 
 def softmax_rounded(steps: Collection[str]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The softmax baseline under the named steps; called as :func:`softmax_baseline` plus ``page_size``."""
-    _check(steps, (PAGE_SUMS, SINK_RESCALE))
-    inner = _page_by_page if PAGE_SUMS in steps else _textbook
+    """The softmax baseline under the named steps; called as :func:`softmax_baseline` plus the case's ``page_size`` and its ``longest`` KV
+    length."""
+    _check(steps, (ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT, TF32_PRODUCTS, SINK_RESCALE))
+    cut = _tf32 if TF32_PRODUCTS in steps else _exact
+    inner: Callable[..., tuple[Tensor, Tensor]] = _textbook
+    if ROUNDED_AFTER_USE in steps:
+        inner = partial(_without_sinks, rounded_after_use, cut)
+    elif ROUNDED_AND_SPLIT in steps:
+        inner = partial(_without_sinks, rounded_and_split, cut)
+    elif TF32_PRODUCTS in steps:
+        raise ValueError(f"{TF32_PRODUCTS}: the textbook sequence has no model of it")
     return partial(_sink_rescaled, inner) if SINK_RESCALE in steps else inner
 
 
-def _textbook(*args: Tensor, page_size: int, **options: object) -> tuple[Tensor, Tensor]:
+def _textbook(*args: Tensor, page_size: int, longest: int, **options: object) -> tuple[Tensor, Tensor]:
     return softmax_baseline(*args, **options)  # type: ignore[arg-type]
+
+
+def _without_sinks(
+    model: Callable[..., tuple[Tensor, Tensor]], *args: object, sinks: Tensor | None = None, **options: object
+) -> tuple[Tensor, Tensor]:
+    if sinks is not None:
+        raise ValueError(f"{model.__name__} has no sinks")
+    out, lse = model(*args, **options)
+    return out, lse
 
 
 def _sink_rescaled(
@@ -49,30 +68,6 @@ def _sink_rescaled(
         return out, lse
     left = torch.sigmoid(lse - sinks[None, :])
     return (out.float() * left[..., None]).to(out.dtype), torch.logaddexp(lse, sinks[None, :].expand_as(lse))
-
-
-def _page_by_page(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, page_size: int, sinks: Tensor | None = None, **options: object
-) -> tuple[Tensor, Tensor]:
-    """Online softmax over the pages of one request; everything carried from page to page is rounded to q's dtype."""
-    if sinks is not None:
-        raise ValueError(f"{PAGE_SUMS}: sinks have no model")
-    dtype, group = q.dtype, q.shape[1] // k.shape[1]
-    score = score_baseline(q, k, mask, scale, **options).to(dtype)  # type: ignore[arg-type]
-    values = v.float().repeat_interleave(group, dim=1)
-    peak = score.new_full(score.shape[:2], float("-inf"))
-    total, out = torch.zeros_like(peak), torch.zeros_like(q)
-    for start in range(0, k.shape[0], page_size):
-        part = score[..., start : start + page_size]
-        higher = torch.maximum(peak, part.amax(dim=-1))
-        anchor = torch.where(torch.isfinite(higher), higher, 0.0).float()
-        weight = torch.exp(part.float() - anchor[..., None]).to(dtype)
-        fade = torch.exp(peak.float() - anchor).to(dtype)
-        product = torch.einsum("nhk,khd->nhd", weight.float(), values[start : start + page_size]).to(dtype)
-        out = out * fade[..., None] + product
-        total = total * fade + weight.float().sum(dim=-1).to(dtype)
-        peak = higher
-    return torch.where(total[..., None] > 0, out / total[..., None], 0.0), peak.float() + torch.log(total.float())
 
 
 def chunked_decay(
@@ -114,7 +109,7 @@ def _exact(tensor: Tensor) -> Tensor:
 
 def _tf32(tensor: Tensor) -> Tensor:
     """float32 with the mantissa bits that TF32 lacks cut off."""
-    return (tensor.contiguous().view(torch.int32) & _TF32_CUT).view(torch.float32)
+    return (tensor.float().contiguous().view(torch.int32) & _TF32_CUT).view(torch.float32)
 
 
 def _check(steps: Collection[str], known: Sequence[str]) -> None:

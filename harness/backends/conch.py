@@ -146,9 +146,22 @@ def attend(q, k_pool, v_pool, page_table, cu_seqlens_q, cache_seqlens, max_q, ma
     tables = cu_seqlens_q, max_q, cache_seqlens, max_k, page_table
     return varlen_attention(q, k_pool, v_pool, *tables, causal=True, strict=True, **options)
 """
-PAGE_SUMS = RoundingStep(
-    "running maximum, sum and output in the input dtype, page by page",
-    "paged_attention.py and varlen_attention.py: output = tl.zeros(..., dtype=dtype), m_i and l_i alike, with the output's dtype",
+ROUNDING = (
+    RoundingStep(
+        "running sum and output in the input dtype, the running maximum rounded after its use",
+        "varlen_attention.py: p = tl.exp(qk - m_ij[:, None]), then m_i = m_ij.to(dtype) with the output's dtype",
+        lambda case, device: case.forward is not ForwardMode.DECODE,
+    ),
+    RoundingStep(
+        "scores, running state and results of splits in the input dtype",
+        "paged_attention.py: qk = (scale * tl.dot(query, key_block)).to(dtype); lse_scratchpad has the output's dtype",
+        lambda case, device: case.forward is ForwardMode.DECODE,
+    ),
+    RoundingStep(
+        "products of factors cut to TF32",
+        "both kernels: tl.dot(query, key_block) and tl.dot(p, value_block) of float32 operands",
+        lambda case, device: case.dtype == "fp32" and device == "cuda",
+    ),
 )
 
 
@@ -170,7 +183,7 @@ register(
                 ),
             ),
         ),
-        conventions=Conventions(rounding=(PAGE_SUMS,)),
+        conventions=Conventions(rounding=ROUNDING),
         distributions=(PACKAGE, "triton"),
         interpreted=True,
         summary="Triton varlen and paged attention",
