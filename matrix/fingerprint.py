@@ -16,7 +16,7 @@ from attnmatrix.cases.modes import RunnerMode
 TOP = Path(__file__).resolve().parent.parent
 _CASES = ("case", "modes", "options", "placement", "schedule")
 _REFERENCES = {AttentionKind.SOFTMAX: ("softmax", "visibility", "slopes"), AttentionKind.LIGHTNING: ("decayed_state", "slopes")}
-_APART = ("hybrid", "registry", "lazy", "diagnose", "forced", "locate", "backend")
+_APART = ("hybrid", "registry", "lazy", "diagnose", "forced", "locate", "matching", "backend")
 _RUNNERS = {
     RunnerMode.EAGER: ("eager",),
     RunnerMode.VERIFY: ("eager",),
