@@ -16,7 +16,7 @@ from attnmatrix.harness.faults.fault import Fault, faults
 from attnmatrix.harness.faults.score import applicable, check_rule
 
 NAMED, ALIKE, MISSED, UNSEEN = "named", "alike", "missed", "nothing to compare"
-CASES = 12  # applicable cases tried for one that the fault fails
+CASES = 40  # applicable cases tried for one that the fault fails
 
 
 @dataclass(frozen=True)
