@@ -124,7 +124,8 @@ class World:
                 for layer in range(NUM_LAYERS):
                     if kv is not None:
                         freed = freed_tokens(step.case, length, layer)
-                        kv.store(layer, self.slots(request, freed, length), prefix.keys[layer][freed:], prefix.values[layer][freed:])
+                        keys, values = (drawn[layer][freed:].to(self.device) for drawn in (prefix.keys, prefix.values))
+                        kv.store(layer, self.slots(request, freed, length), keys, values)
                     if states is not None:
                         states.as_kv(states.state(layer))[self.state_slots[request]] = prefix.states[layer].to(self.device)
 
