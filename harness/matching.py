@@ -151,6 +151,7 @@ def _distance(found: Tensor, mine: Tensor, measured: Measurement) -> tuple[float
     A row smaller than the median is measured against the median: the limits know where the right answer nearly cancels, not where a
     fault's does.
     """
+    found, mine = found.to(measured.limit.device), mine.to(measured.limit.device)
     finite = found.isfinite().all(dim=-1).flatten()
     if not finite.numel():
         return 0.0, 0.0
