@@ -194,8 +194,8 @@ CONTROLS: tuple[Control, ...] = (
         inputs=lambda q, k, v: (q, k * 0, v * 0),
     ),
     Control(
-        "swapped-heads", "heads", "query heads rolled by one group", lambda c: _has_tokens(c) and c.heads.q > 1,
-        inputs=lambda q, k, v: (q.roll(max(1, q.shape[1] // k.shape[1]), dims=1), k, v),
+        "swapped-heads", "heads", "query heads rolled by one group (by one head where there is one group)", lambda c: _has_tokens(c) and c.heads.q > 1,
+        inputs=lambda q, k, v: (q.roll(q.shape[1] // k.shape[1] if k.shape[1] > 1 else 1, dims=1), k, v),
     ),
     Control(
         "wrong-scale", "scale", "softmax scale 10 % too large", lambda c: _has_tokens(c) and max(c.kv_lens) > 1,

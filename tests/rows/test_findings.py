@@ -1,0 +1,49 @@
+"""Every reproduction shows what its row declares, away from the harness."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+from attnmatrix.harness.hybrid import PairCapabilities
+from attnmatrix.harness.registry import rows
+from attnmatrix.matrix import findings
+
+PACKAGES = {"conch": "conch-triton-kernels", "seg": "sglang"}
+NAMES = tuple(module.name for module in pkgutil.iter_modules(findings.__path__))
+DECLARED = {
+    fault.finding: row
+    for row in rows()
+    if not isinstance(row.capabilities, PairCapabilities)
+    for fault in row.capabilities.known_faults  # type: ignore[attr-defined]
+}
+SAME, OTHER = 5e-3, 0.3
+"""Relative errors: equal but for the arithmetic of the machine (TF32 on a GPU), and plainly something else."""
+SHOWN = {
+    "conch_causal_mask_ignores_prefix": ("top-left", "right"),
+    "seg_la_head_dim_96_leaves_columns_unwritten": ("state columns 0 to 63", "state columns 64 to 95"),
+    "seg_la_one_token_extend_reads_stale_state": ("a start from the stale state", "a start from zero"),
+    "seg_la_ragged_verify_reads_other_requests": ("lengths (2, 2)", "lengths (1, 3)"),
+    "seg_la_uneven_lengths_take_decode_kernel": ("one token per request", "two tokens of request 0"),
+    "seg_la_verify_ignores_tree_mask": ("a chain", "two siblings"),
+    "seg_la_verify_of_one_draft_updates_live_state": (
+        "the state after the draft token, in the live slot",
+        "the state after the draft token, in caches",
+    ),
+}
+
+
+def test_each_finding_is_declared_by_a_row_and_reproduced_here() -> None:
+    assert set(NAMES) == set(DECLARED) == set(SHOWN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_finding_reproduces(name: str) -> None:
+    if DECLARED[name].missing:
+        pytest.skip(f"{', '.join(DECLARED[name].missing)} not installed")
+    errors = importlib.import_module(f"attnmatrix.matrix.findings.{name}").main()
+    explained, right = SHOWN[name]
+    assert errors[explained] < SAME
+    assert errors[right] > OTHER

@@ -1,0 +1,118 @@
+"""Rounding steps: a row is red without the step it names, and a step without its rounding is the textbook sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnmatrix.cases.case import AttentionKind
+from attnmatrix.cases.ids import parse_case
+from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.harness.baseline import softmax_baseline
+from attnmatrix.harness.capabilities import Conventions
+from attnmatrix.harness.cell import run_cell
+from attnmatrix.harness.registry import Row, find_row
+from attnmatrix.harness.rounding import (
+    PARTIAL_SUMS,
+    ROUNDED_AFTER_USE,
+    ROUNDED_AND_SPLIT,
+    SINK_RESCALE,
+    TF32_PRODUCTS,
+    chunked_decay,
+    softmax_rounded,
+)
+from attnmatrix.references.decayed_state import decayed_state_attention
+
+NEEDED = (
+    ("seg_la", AttentionKind.LIGHTNING, "lightning-extend-p16-prefix0.8-new9.4-h1x1x128-bf16-shuffled"),
+    ("conch", AttentionKind.SOFTMAX, "decode-p16-prefix40.140-new1.1-h2x1x64-fp16-shuffled"),
+)
+
+
+def without_steps(row: Row) -> Row:
+    return replace(row, conventions=replace(row.conventions, rounding=()))
+
+
+@pytest.mark.parametrize(("name", "kind", "case"), NEEDED)
+def test_the_row_is_red_without_its_steps_and_green_with_them(name: str, kind: AttentionKind, case: str, device: torch.device) -> None:
+    row = find_row(name, kind)
+    if row.missing:
+        pytest.skip(f"{name}: package not installed")
+    bare = run_cell(without_steps(row), RunnerMode.EAGER, parse_case(case), device, controls=(), diagnosed=False)
+    assert bare.status == "fail"
+    assert run_cell(row, RunnerMode.EAGER, parse_case(case), device, controls=()).status == "pass"
+
+
+def inputs(dtype: torch.dtype, new: int = 5, kv: int = 70) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, heads, 32, generator=generator).to(dtype) for n, heads in ((new, 4), (kv, 2), (kv, 2)))
+    mask = torch.arange(kv)[None, :] <= torch.arange(new)[:, None] + kv - new
+    return q, k, v, mask
+
+
+@pytest.mark.parametrize("step", [ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT])
+@pytest.mark.parametrize("longest", [70, 4000])
+def test_running_state_in_float32_is_the_textbook_softmax(step: str, longest: int) -> None:
+    q, k, v, mask = inputs(torch.float32)
+    out, lse = softmax_rounded([step])(q, k, v, mask, 0.2, page_size=16, longest=longest)
+    plain, plain_lse = softmax_baseline(q, k, v, mask, 0.2)
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(lse, plain_lse)
+
+
+@pytest.mark.parametrize("step", [ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT])
+def test_running_state_in_bf16_is_further_off_than_the_textbook(step: str) -> None:
+    q, k, v, mask = inputs(torch.bfloat16)
+    exact = softmax_baseline(*(t.double() for t in (q, k, v)), mask, 0.2)[0]
+    rounded = softmax_rounded([step])(q, k, v, mask, 0.2, page_size=16, longest=70)[0]
+    assert (rounded - exact).norm() > 1.5 * (softmax_baseline(q, k, v, mask, 0.2)[0] - exact).norm()
+
+
+def test_a_sink_rescales_an_output_rounded_before() -> None:
+    q, k, v, mask = inputs(torch.float32)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    out, lse = softmax_rounded([SINK_RESCALE])(q, k, v, mask, 0.2, page_size=16, longest=70, sinks=sinks)
+    plain, plain_lse = softmax_baseline(q, k, v, mask, 0.2, sinks=sinks)
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(lse, plain_lse)
+
+
+def decay_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(75, 2, 64, generator=generator).to(dtype) for _ in range(3))
+    return q, k, v, torch.randn(2, 2, 64, 64, generator=generator), torch.tensor([0.3, 0.01])
+
+
+@pytest.mark.parametrize("steps", [[], [PARTIAL_SUMS]])
+def test_chunks_in_float32_are_the_recurrence(steps: list[str]) -> None:
+    q, k, v, initial, slopes = decay_inputs(torch.float32)
+    found = chunked_decay(steps, q, k, v, initial, slopes, (70, 5), 0.125)
+    right = decayed_state_attention(q, k, v, initial, slopes, (70, 5), 0.125)
+    torch.testing.assert_close(found.out.double(), right.out, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.final.double(), right.final, rtol=1e-4, atol=1e-4)
+
+
+def test_tf32_products_reach_the_state_and_partial_sums_do_not() -> None:
+    q, k, v, initial, slopes = decay_inputs(torch.bfloat16)
+    right = decayed_state_attention(q, k, v, initial, slopes, (70, 5), 0.125).final
+    errors = {
+        step: float((chunked_decay([step], q, k, v, initial, slopes, (70, 5), 0.125).final - right).norm() / right.norm())
+        for step in (PARTIAL_SUMS, TF32_PRODUCTS)
+    }
+    assert errors[PARTIAL_SUMS] < 1e-6
+    assert 1e-5 < errors[TF32_PRODUCTS] < 2e-3
+
+
+def test_an_unknown_step_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown rounding step 'looser'; known here: .*TF32"):
+        softmax_rounded(["looser"])
+
+
+def test_a_step_is_a_name_without_a_number() -> None:
+    for row in (find_row("conch", AttentionKind.SOFTMAX), find_row("seg_la", AttentionKind.LIGHTNING)):
+        assert isinstance(row.conventions, Conventions)
+        for step in row.conventions.rounding:
+            assert step.citation
+            assert not any(isinstance(value, (int, float)) for value in vars(step).values())
