@@ -53,7 +53,7 @@ class Flex(AttentionBackend):
         self._flex = flex
         cap = context.soft_cap
         self._soft_cap = None if cap is None else torch.tensor(cap, device=context.device)
-        self._attend: Callable[..., Any] = self._compiled() if context.device.type == "cuda" else flex.flex_attention
+        self._attend: Any = self._compiled() if context.device.type == "cuda" else flex.flex_attention
 
     def _compiled(self) -> Callable[..., Any]:
         """The fused kernel or an error, never the unfused fallback; one process may meet many geometries, each compiled anew."""
