@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import combinations
 
@@ -40,19 +40,29 @@ def single_values(case: Case) -> dict[str, object]:
     }
 
 
-def _pairs(case: Case) -> frozenset[Pair]:
-    singles = frozenset((value, value) for value in single_values(case).items())
-    return frozenset(combinations(sorted(axis_values(case).items()), 2)) | singles
+@cache
+def pairwise_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Cases that still meet every pair of axis values (and every single value) that ``cases`` meet."""
+    return _cover(cases, lambda case: frozenset(combinations(sorted(axis_values(case).items()), 2)) | _singles(single_values(case)))
 
 
 @cache
-def pairwise_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Greedy cover in suite order, the case with most uncovered pairs (and single values) first."""
-    wanted = {case: _pairs(case) for case in cases}
-    open_pairs = frozenset().union(*wanted.values()) if wanted else frozenset()
+def single_value_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Cases that still meet every single value of every axis that ``cases`` meet."""
+    return _cover(cases, lambda case: _singles({**axis_values(case), **single_values(case)}))
+
+
+def _singles(values: dict[str, object]) -> frozenset[Pair]:
+    return frozenset((value, value) for value in values.items())
+
+
+def _cover(cases: Sequence[Case], wants: Callable[[Case], frozenset[Pair]]) -> tuple[Case, ...]:
+    """Greedy cover in suite order, the case with most that is still uncovered first."""
+    wanted = {case: wants(case) for case in cases}
+    uncovered = frozenset().union(*wanted.values()) if wanted else frozenset()
     chosen: list[Case] = []
-    while open_pairs:
-        best = max(cases, key=lambda case: len(wanted[case] & open_pairs))
+    while uncovered:
+        best = max(cases, key=lambda case: len(wanted[case] & uncovered))
         chosen.append(best)
-        open_pairs -= wanted[best]
+        uncovered -= wanted[best]
     return tuple(case for case in cases if case in chosen)

@@ -15,7 +15,7 @@ from attnmatrix.harness.controls import CONTROLS, Control
 from attnmatrix.harness.probes import PROBES, Probe
 from attnmatrix.harness.properties import examines
 from attnmatrix.harness.registry import Row
-from attnmatrix.harness.row_suite import is_sampled, row_suite
+from attnmatrix.harness.row_suite import is_sampled, row_suite, work
 
 TRIES_PER_CELL = 2  # cases of a cell that try each control
 
@@ -41,16 +41,19 @@ def share_of(row: Row, mode: RunnerMode, case: Case, device: str, full: bool) ->
 
 @cache
 def _control_shares(row: Row, mode: RunnerMode, device: str, full: bool) -> dict[str, frozenset[str]]:
+    """For each control the cases that try it: two a control, or in sampled cells one for each kind of control."""
     claimed = [
         case
         for case in row_suite(row, mode, device, full)
         if isinstance(row.capabilities.claim(mode, case, device), Supported) and row.capabilities.known_fault(mode, case) is None
     ]
-    tries = 1 if is_sampled(row, device, full) else TRIES_PER_CELL
-    cheapest = sorted(claimed, key=_work)
-    return {control.id: frozenset([case.id for case in cheapest if control.applies(case)][:tries]) for control in CONTROLS}
-
-
-def _work(case: Case) -> int:
-    longest = max(case.kv_lens, default=0)
-    return (case.num_tokens + case.batch_size) * (longest + 64) * case.heads.q * case.heads.dim
+    cheapest = sorted(claimed, key=work)
+    sampled = is_sampled(row, device, full)
+    shares: dict[str, frozenset[str]] = {}
+    kinds: set[str] = set()
+    for control in CONTROLS:
+        fitting = [case.id for case in cheapest if control.applies(case)]
+        wanted = (0 if control.kind in kinds else 1) if sampled else TRIES_PER_CELL
+        kinds |= {control.kind} if fitting and wanted else set()
+        shares[control.id] = frozenset(fitting[:wanted])
+    return shares

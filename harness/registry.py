@@ -30,7 +30,8 @@ class Row:
 
     ``create`` builds the backend and imports its package. ``distributions`` are the installed distributions it needs
     (absent: untested) and whose refusals count. ``devices`` are ``cpu`` and/or ``cuda``;
-    ``interpreted`` marks Triton kernels that run in the interpreter on a CPU, slowly.
+    ``interpreted`` marks Triton kernels that run in the interpreter on a CPU, ``slow_on_cpu`` others that are made to be compiled for a
+    GPU; both are sampled there (see ``row_suite``).
     """
 
     name: str
@@ -41,6 +42,7 @@ class Row:
     distributions: tuple[str, ...] = ("torch",)
     devices: tuple[str, ...] = ("cpu", "cuda")
     interpreted: bool = False
+    slow_on_cpu: bool = False
     dtypes: tuple[str, ...] | None = None
     summary: str = ""
     snippet: str = ""  # stand-alone code that defines ``attend`` for ``attnmatrix repro``; see matrix/repro_*.py.j2 for its arguments

@@ -1,30 +1,44 @@
 """Which cases make up a row's cell on a device.
 
-Triton kernels in the interpreter run thousands of times slower than on a GPU. There, and only by default, a cell is sampled: a
-pairwise-covering subset of its suite, in float32 (exact: a right kernel errs by rounding units, a wrong index shows). ``full`` runs everything.
+Triton kernels in the interpreter, and kernels that are meant to be compiled, run thousands of times slower on a CPU than on a GPU. There, and
+only by default, a cell is *sampled*: of the cases within a bound on their work, a pairwise-covering subset in eager modes, in graph modes a
+subset that still meets every single value of every axis. Interpreted kernels run in float32 (exact: a right kernel errs by rounding
+units, a wrong index shows). ``full`` runs everything.
 """
 
 from __future__ import annotations
 
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.cases.pairwise import pairwise_subset
+from attnmatrix.cases.pairwise import pairwise_subset, single_value_subset
 from attnmatrix.cases.suites import suite
 from attnmatrix.harness.registry import Row
 
+EAGER_WORK, GRAPH_WORK = 10_000_000, 3_000_000  # see ``work``: a few seconds of interpreted kernels each
+
 
 def is_sampled(row: Row, device: str, full: bool) -> bool:
-    """Whether a row's cells are sampled: interpreted kernels on a CPU, unless everything was asked for."""
-    return row.interpreted and device == "cpu" and not full
+    """Whether a row's cells are sampled: kernels that crawl on a CPU, unless everything was asked for."""
+    return (row.interpreted or row.slow_on_cpu) and device == "cpu" and not full
 
 
 def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case, ...]:
     """The cases of one cell on a ``device`` type."""
     whole = suite(row.kind, mode)
-    if not (row.interpreted and device == "cpu"):
+    if row.interpreted and device == "cpu":
+        exact = tuple({case.id: case for case in (_exact(case) for case in whole)}.values())
+        whole = tuple({case.id: case for case in (*whole, *exact)}.values()) if full else exact
+    if not is_sampled(row, device, full):
         return whole
-    exact = tuple({case.id: case for case in (_exact(case) for case in whole)}.values())
-    return pairwise_subset(exact) if is_sampled(row, device, full) else tuple({c.id: c for c in (*whole, *exact)}.values())
+    bound = GRAPH_WORK if mode.uses_graph else EAGER_WORK
+    cheap = tuple(case for case in whole if work(case) <= bound)
+    return single_value_subset(cheap) if mode.uses_graph else pairwise_subset(cheap)
+
+
+def work(case: Case) -> int:
+    """What a case costs, roughly: new tokens times keys times the width of the heads."""
+    longest = max(case.kv_lens, default=0)
+    return (case.num_tokens + case.batch_size) * (longest + 64) * case.heads.q * case.heads.dim
 
 
 def _exact(case: Case) -> Case:

@@ -210,6 +210,7 @@ register(
         create=Flex,
         conventions=CONVENTIONS,
         summary="FlexAttention, compiled on a GPU; page table in the mask",
+        slow_on_cpu=True,
         source=__file__,
     )
 )
