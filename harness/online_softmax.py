@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,24 +12,31 @@ from torch import Tensor
 from attnmatrix.cases.placement import pages_for
 from attnmatrix.harness.baseline import score_baseline
 
-Cut = Callable[[Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """``cut`` is applied to the factors of products, ``add`` sums the weights ``[new, Hq, keys]`` of a page in a dtype."""
+
+    cut: Callable[[Tensor], Tensor]
+    add: Callable[[Tensor, torch.dtype], Tensor]
+
+
 Running = tuple[Tensor, Tensor, Tensor]
 """Maximum ``[new, Hq]``, sum ``[new, Hq]`` and output ``[new, Hq, D]``, the output not yet divided by the sum."""
 
 
 def rounded_after_use(
-    cut: Cut, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, page_size: int, longest: int, **options: object
+    how: Arithmetic, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, page_size: int, longest: int, **options: object
 ) -> tuple[Tensor, Tensor]:
     """Sum and output are rounded to q's dtype after each page; so is the maximum, but only after the page's weights were taken with the
-    exact one, so that the pages disagree about it. Arguments as in :func:`attnmatrix.harness.baseline.softmax_baseline`; ``cut`` is
-    applied to the factors of both products."""
-    score = score_baseline(cut(q), cut(k), mask, scale, **options)  # type: ignore[arg-type]
-    peak, total, out = _run(score, _values(v, q), page_size, q.dtype, cut, exact=True)
+    exact one, so that the pages disagree about it. Arguments as in :func:`attnmatrix.harness.baseline.softmax_baseline`."""
+    score = score_baseline(how.cut(q), how.cut(k), mask, scale, **options)  # type: ignore[arg-type]
+    peak, total, out = _run(score, _values(v, q), page_size, q.dtype, how, exact=True)
     return _divided(out, total), peak + torch.log(total)
 
 
 def rounded_and_split(
-    cut: Cut, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, page_size: int, longest: int, **options: object
+    how: Arithmetic, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, page_size: int, longest: int, **options: object
 ) -> tuple[Tensor, Tensor]:
     """Scores, running state and the LSE and output of each split are rounded to q's dtype after every operation, the merge too.
 
@@ -37,14 +45,14 @@ def rounded_and_split(
     """
     dtype = q.dtype
     rounded = partial(_rounded, dtype=dtype)
-    score = rounded(score_baseline(cut(q), cut(k), mask, scale, **options))  # type: ignore[arg-type]
+    score = rounded(score_baseline(how.cut(q), how.cut(k), mask, scale, **options))  # type: ignore[arg-type]
     values, pages = _values(v, q), pages_for(longest, page_size)
     step = -(-pages // min(pages, _most_splits(pages * page_size))) * page_size
     peak = score.new_full(score.shape[:2], float("-inf"))
     total, out = torch.zeros_like(peak), torch.zeros_like(q, dtype=torch.float32)
     for start in range(0, score.shape[-1], step):
         part = slice(start, start + step)
-        split_peak, split_total, split_out = _run(score[..., part], values[part], page_size, dtype, cut, exact=False)
+        split_peak, split_total, split_out = _run(score[..., part], values[part], page_size, dtype, how, exact=False)
         lse = rounded(split_peak + rounded(torch.log(split_total)))
         top = torch.maximum(peak, lse)
         fade, share = rounded(torch.exp(rounded(peak - top))), rounded(torch.exp(rounded(lse - top)))
@@ -54,7 +62,7 @@ def rounded_and_split(
     return _divided(out, total).to(dtype), peak + torch.log(total)
 
 
-def _run(score: Tensor, values: Tensor, page_size: int, dtype: torch.dtype, cut: Cut, exact: bool) -> Running:
+def _run(score: Tensor, values: Tensor, page_size: int, dtype: torch.dtype, how: Arithmetic, exact: bool) -> Running:
     """Over the pages of ``score`` float32 ``[new, Hq, kv]``, all results float32 holding values of ``dtype``; ``exact`` takes weights
     with the exact maximum."""
     rounded = partial(_rounded, dtype=dtype)
@@ -67,11 +75,42 @@ def _run(score: Tensor, values: Tensor, page_size: int, dtype: torch.dtype, cut:
         anchor = torch.where(torch.isfinite(top), top, 0.0)
         weight = rounded(torch.exp(between(part - anchor[..., None])))
         fade = rounded(torch.exp(between(peak - anchor)))
-        product = torch.einsum("nhk,khd->nhd", cut(weight), cut(values[start : start + page_size]))
+        product = torch.einsum("nhk,khd->nhd", how.cut(weight), how.cut(values[start : start + page_size]))
         out = rounded(rounded(out * fade[..., None]) + rounded(product))
-        total = rounded(rounded(total * fade) + rounded(weight.sum(dim=-1)))
+        total = rounded(rounded(total * fade) + how.add(weight, dtype))
         peak = rounded(top)
     return peak, total, out
+
+
+def added_at_once(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum, rounded to ``dtype`` once."""
+    return _rounded(weight.sum(dim=-1), dtype)
+
+
+def added_one_by_one(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum with every addition rounded to ``dtype``, in the order, of those that a compiler may choose, that strays furthest: one
+    after the other, or on 1, 2 or 4 warps whose four lanes add the pairs of columns that a matrix product leaves them with."""
+    sums = [_chain(weight, dtype)]
+    for warps in (1, 2, 4):
+        padded = torch.nn.functional.pad(weight, (0, -weight.shape[-1] % (8 * warps)))
+        lanes = padded.unflatten(-1, (-1, warps, 4, 2)).movedim(-4, -2).flatten(-2)
+        sums.append(_halved(_chain(lanes, dtype).flatten(-2), dtype))
+    found = torch.stack(sums)
+    return found.gather(0, (found - weight.sum(dim=-1)).abs().argmax(dim=0, keepdim=True))[0]
+
+
+def _chain(terms: Tensor, dtype: torch.dtype) -> Tensor:
+    total = terms[..., 0]
+    for index in range(1, terms.shape[-1]):
+        total = _rounded(total + terms[..., index], dtype)
+    return total
+
+
+def _halved(terms: Tensor, dtype: torch.dtype) -> Tensor:
+    while terms.shape[-1] > 1:
+        half = terms.shape[-1] // 2
+        terms = _rounded(terms[..., :half] + terms[..., half:], dtype)
+    return terms[..., 0]
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:

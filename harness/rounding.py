@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from attnmatrix.harness.baseline import softmax_baseline
-from attnmatrix.harness.online_softmax import rounded_after_use, rounded_and_split
+from attnmatrix.harness.online_softmax import Arithmetic, added_at_once, added_one_by_one, rounded_after_use, rounded_and_split
 
 PARTIAL_SUMS = "partial sums of 32 key dims in the input dtype"
 TF32_PRODUCTS = "products of factors cut to TF32"
 SINK_RESCALE = "output rounded once before the sink rescales it"
 ROUNDED_AFTER_USE = "running sum and output in the input dtype, the running maximum rounded after its use"
 ROUNDED_AND_SPLIT = "scores, running state and results of splits in the input dtype"
+WEIGHTS_ADDED = "weights of a page added one by one in the input dtype"
 
 CHUNK = 32  # tokens that Lightning's prefill kernels take at a time
 KEY_SPLIT = 32  # key dims per partial sum
@@ -34,15 +35,15 @@ class ChunkedDecay:
 def softmax_rounded(steps: Collection[str]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The softmax baseline under the named steps; called as :func:`softmax_baseline` plus the case's ``page_size`` and its ``longest`` KV
     length."""
-    _check(steps, (ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT, TF32_PRODUCTS, SINK_RESCALE))
-    cut = _tf32 if TF32_PRODUCTS in steps else _exact
+    _check(steps, (ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT, WEIGHTS_ADDED, TF32_PRODUCTS, SINK_RESCALE))
+    how = Arithmetic(_tf32 if TF32_PRODUCTS in steps else _exact, added_one_by_one if WEIGHTS_ADDED in steps else added_at_once)
     inner: Callable[..., tuple[Tensor, Tensor]] = _textbook
     if ROUNDED_AFTER_USE in steps:
-        inner = partial(_without_sinks, rounded_after_use, cut)
+        inner = partial(_without_sinks, rounded_after_use, how)
     elif ROUNDED_AND_SPLIT in steps:
-        inner = partial(_without_sinks, rounded_and_split, cut)
-    elif TF32_PRODUCTS in steps:
-        raise ValueError(f"{TF32_PRODUCTS}: the textbook sequence has no model of it")
+        inner = partial(_without_sinks, rounded_and_split, how)
+    elif TF32_PRODUCTS in steps or WEIGHTS_ADDED in steps:
+        raise ValueError("only the models of a running state know cut products and added weights")
     return partial(_sink_rescaled, inner) if SINK_RESCALE in steps else inner
 
 

@@ -158,6 +158,11 @@ ROUNDING = (
         lambda case, device: case.forward is ForwardMode.DECODE,
     ),
     RoundingStep(
+        "weights of a page added one by one in the input dtype",
+        "both kernels: l_ij = tl.sum(p, axis=1) of p in the output's dtype, which compiled code adds in that dtype",
+        lambda case, device: case.dtype != "fp32" and device == "cuda",
+    ),
+    RoundingStep(
         "products of factors cut to TF32",
         "both kernels: tl.dot(query, key_block) and tl.dot(p, value_block) of float32 operands",
         lambda case, device: case.dtype == "fp32" and device == "cuda",

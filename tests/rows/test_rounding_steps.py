@@ -20,6 +20,7 @@ from attnmatrix.harness.rounding import (
     ROUNDED_AND_SPLIT,
     SINK_RESCALE,
     TF32_PRODUCTS,
+    WEIGHTS_ADDED,
     chunked_decay,
     softmax_rounded,
 )
@@ -52,11 +53,11 @@ def inputs(dtype: torch.dtype, new: int = 5, kv: int = 70) -> tuple[torch.Tensor
     return q, k, v, mask
 
 
-@pytest.mark.parametrize("step", [ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT])
+@pytest.mark.parametrize("steps", [[ROUNDED_AFTER_USE], [ROUNDED_AND_SPLIT], [ROUNDED_AND_SPLIT, WEIGHTS_ADDED]])
 @pytest.mark.parametrize("longest", [70, 4000])
-def test_running_state_in_float32_is_the_textbook_softmax(step: str, longest: int) -> None:
+def test_running_state_in_float32_is_the_textbook_softmax(steps: list[str], longest: int) -> None:
     q, k, v, mask = inputs(torch.float32)
-    out, lse = softmax_rounded([step])(q, k, v, mask, 0.2, page_size=16, longest=longest)
+    out, lse = softmax_rounded(steps)(q, k, v, mask, 0.2, page_size=16, longest=longest)
     plain, plain_lse = softmax_baseline(q, k, v, mask, 0.2)
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(lse, plain_lse)
@@ -68,6 +69,16 @@ def test_running_state_in_bf16_is_further_off_than_the_textbook(step: str) -> No
     exact = softmax_baseline(*(t.double() for t in (q, k, v)), mask, 0.2)[0]
     rounded = softmax_rounded([step])(q, k, v, mask, 0.2, page_size=16, longest=70)[0]
     assert (rounded - exact).norm() > 1.5 * (softmax_baseline(q, k, v, mask, 0.2)[0] - exact).norm()
+
+
+def test_weights_added_one_by_one_stray_further_and_stay_a_sum() -> None:
+    q, k, v, mask = inputs(torch.bfloat16, kv=128)
+    exact = softmax_baseline(*(t.double() for t in (q, k, v)), mask, 0.2)[0]
+    errors = [
+        float((softmax_rounded(steps)(q, k, v, mask, 0.2, page_size=128, longest=128)[0] - exact).norm() / exact.norm())
+        for steps in ([ROUNDED_AFTER_USE], [ROUNDED_AFTER_USE, WEIGHTS_ADDED])
+    ]
+    assert 1.5 * errors[0] < errors[1] < 0.1
 
 
 def test_a_sink_rescales_an_output_rounded_before() -> None:
