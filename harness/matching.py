@@ -18,7 +18,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.faults.fault import Fault
 from attnmatrix.harness.forced import ForcedBackend, run_padded
-from attnmatrix.harness.measure import Measurement, relative_rms
+from attnmatrix.harness.measure import FACTOR, Measurement, relative_rms
 from attnmatrix.harness.probes import PROBES
 from attnmatrix.harness.produced import produced_states
 from attnmatrix.harness.registry import Row
@@ -148,8 +148,9 @@ def _pools(world: World) -> Iterator[Tensor]:
 def _distance(found: Tensor, mine: Tensor, measured: Measurement) -> tuple[float, float]:
     """Largest row-relative distance, as a ratio of the row's limit and itself. Rows that are finite in neither are alike.
 
-    A row smaller than the median is measured against the median: the limits know where the right answer nearly cancels, not where a
-    fault's does.
+    The limits know the right answer, not the fault's: a row smaller than the median is measured against the median, since a fault's
+    may nearly cancel where the right one does not, and a limit is no less than one rounding (a quarter of a unit, rms) allows, since
+    the right answer may be a single value, which rounds to itself.
     """
     found, mine = found.to(measured.limit.device), mine.to(measured.limit.device)
     finite = found.isfinite().all(dim=-1).flatten()
@@ -160,7 +161,8 @@ def _distance(found: Tensor, mine: Tensor, measured: Measurement) -> tuple[float
     floor = size[finite].median() if bool(finite.any()) else size.new_zeros(())
     error = torch.where(finite & (size > 0) & (size < floor), error * size / floor, error)
     error = torch.where(~finite & ~mine.isfinite().all(dim=-1).flatten(), 0.0, error)
-    ratio = torch.where(error == 0, 0.0, error / (SLACK * measured.limit))
+    limit = measured.limit.clamp(min=FACTOR * torch.finfo(found.dtype).eps / 4)
+    ratio = torch.where(error == 0, 0.0, error / (SLACK * limit))
     return float(ratio.max()), float(error.max())
 
 
