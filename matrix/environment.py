@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -93,5 +94,9 @@ def _driver() -> str:
 
 
 def _revision() -> tuple[str, bool]:
+    """Commit and whether the tree differs from it; where the code travels without its repository, as ``ATTNMATRIX_REVISION`` says."""
     revision = _run("git", "rev-parse", "--short=12", "HEAD")
-    return revision or "unknown", bool(_run("git", "status", "--porcelain", "--untracked-files=no")) if revision else True
+    if revision:
+        return revision, bool(_run("git", "status", "--porcelain", "--untracked-files=no"))
+    stated = os.environ.get("ATTNMATRIX_REVISION", "")
+    return stated or "unknown", not stated
