@@ -88,9 +88,9 @@ def added_at_once(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def added_one_by_one(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum with every addition rounded to ``dtype``, in the order, of those that a compiler may choose, that strays furthest: one
-    after the other, or on 1, 2 or 4 warps whose four lanes add the pairs of columns that a matrix product leaves them with."""
-    sums = [_chain(weight, dtype)]
+    """The sum with every addition rounded to ``dtype``, in the order that strays furthest, since the compiler chooses it: one after the
+    other as they come or the largest first, or on 1, 2 or 4 warps whose lanes add the columns that a matrix product leaves them with."""
+    sums = [_chain(weight, dtype), _chain(weight.sort(dim=-1, descending=True).values, dtype)]
     for warps in (1, 2, 4):
         padded = torch.nn.functional.pad(weight, (0, -weight.shape[-1] % (8 * warps)))
         lanes = padded.unflatten(-1, (-1, warps, 4, 2)).movedim(-4, -2).flatten(-2)
