@@ -48,8 +48,10 @@ def pairwise_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
 
 @cache
 def single_value_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Cases that still meet every single value of every axis that ``cases`` meet."""
-    return _cover(cases, lambda case: _singles({**axis_values(case), **single_values(case)}))
+    """Cases that still meet every single value of every axis that ``cases`` meet, head groups and query sizes apart: those are the kernel's
+    affair, which eager cells cover, not the runner's."""
+    apart = ("group", "gain")
+    return _cover(cases, lambda case: _singles({k: v for k, v in {**axis_values(case), **single_values(case)}.items() if k not in apart}))
 
 
 def _singles(values: dict[str, object]) -> frozenset[Pair]:

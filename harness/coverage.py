@@ -17,7 +17,7 @@ from attnmatrix.harness.properties import examines
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.row_suite import is_sampled, row_suite, work
 
-TRIES_PER_CELL = 2  # cases of a cell that try each control
+TRIES = {False: 2, True: 1}  # cases of a cell that try each control: eager modes, graph modes (which cost more)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def share_of(row: Row, mode: RunnerMode, case: Case, device: str, full: bool) ->
 
 @cache
 def _control_shares(row: Row, mode: RunnerMode, device: str, full: bool) -> dict[str, frozenset[str]]:
-    """For each control the cases that try it: two a control, or in sampled cells one for each kind of control."""
+    """For each control the cases that try it; in sampled cells one case for each kind of control."""
     claimed = [
         case
         for case in row_suite(row, mode, device, full)
@@ -53,7 +53,7 @@ def _control_shares(row: Row, mode: RunnerMode, device: str, full: bool) -> dict
     kinds: set[str] = set()
     for control in CONTROLS:
         fitting = [case.id for case in cheapest if control.applies(case)]
-        wanted = (0 if control.kind in kinds else 1) if sampled else TRIES_PER_CELL
+        wanted = (0 if control.kind in kinds else 1) if sampled else TRIES[mode.uses_graph]
         kinds |= {control.kind} if fitting and wanted else set()
         shares[control.id] = frozenset(fitting[:wanted])
     return shares

@@ -15,7 +15,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.schedule import schedule
 from attnmatrix.harness.faults.fault import Fault, faults
 from attnmatrix.harness.faults.softmax_subject import SPLIT
-from attnmatrix.harness.matching import SLACK, Search
+from attnmatrix.harness.matching import SLACK, Search, wrong_quantities
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.scratch import OutOfBoundsWrite
 from attnmatrix.harness.trial import Trial
@@ -115,5 +115,4 @@ def _seconds(case: Case, mode: RunnerMode) -> float:
 def _wrong(trial: Trial) -> set[str]:
     """Names of the quantities with a row over its limit."""
     names = {"out": "output", "intermediate": "intermediate state"}
-    measured = [m for verdict in trial.verdicts for m in verdict.measurements]
-    return {names.get(m.quantity, m.quantity) for m in measured if m.error.numel() and float(m.ratio.max()) > 1}
+    return {names.get(quantity, quantity) for quantity in wrong_quantities(trial)}

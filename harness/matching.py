@@ -118,8 +118,11 @@ class Search:
         return world
 
     def fails(self, fault: Fault) -> bool:
-        """Whether the judgement rejects the fault here: one that is within the limits of the reference explains nothing."""
-        return not _faulty_trial(fault, self.conventions(fault), self.mode, self.case, self.device, self.trial.probe)[0]
+        """Whether the judgement rejects the fault here, and for the same reason: a fault whose results are within the limits of the
+        reference, however wrong its metadata or its writes are, does not explain a result that is not."""
+        passed, _, wrong = _faulty_trial(fault, self.conventions(fault), self.mode, self.case, self.device, self.trial.probe)
+        mine = wrong_quantities(self.trial)
+        return bool(wrong & mine) if mine else not passed
 
     def same_guards(self, fault: Fault) -> int:
         """0: the guards say the same of both, 1: the same kinds of things, 2: something else."""
@@ -132,11 +135,17 @@ class Search:
 @lru_cache(maxsize=512)
 def _faulty_trial(
     fault: Fault, conventions: Conventions, mode: RunnerMode, case: Case, device: torch.device, probe: str
-) -> tuple[bool, tuple[str, ...]]:
-    """Whether the faulty subject passes, and what the guards say of it."""
+) -> tuple[bool, tuple[str, ...], frozenset[str]]:
+    """Whether the faulty subject passes, what the guards say of it, and which of its quantities are over their limits."""
     given = next(known for known in PROBES if known.name == probe)
     trial = run_trial(replace(fault.row(), conventions=conventions), mode, case, device, given)
-    return trial.passed, tuple(problem for verdict in trial.verdicts for problem in verdict.problems)
+    return trial.passed, tuple(problem for verdict in trial.verdicts for problem in verdict.problems), wrong_quantities(trial)
+
+
+def wrong_quantities(trial: Trial) -> frozenset[str]:
+    """``out``, ``state``, ``intermediate``: those with a row over its limit."""
+    measured = [m for verdict in trial.verdicts for m in verdict.measurements]
+    return frozenset(m.quantity for m in measured if m.error.numel() and float(m.ratio.max()) > 1)
 
 
 def _pools(world: World) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from attnmatrix.cases.pairwise import pairwise_subset, single_value_subset
 from attnmatrix.cases.suites import suite
 from attnmatrix.harness.registry import Row
 
-EAGER_WORK, GRAPH_WORK = 10_000_000, 3_000_000  # see ``work``: a few seconds of interpreted kernels each
+EAGER_WORK, GRAPH_WORK = 10_000_000, 1_000_000  # see ``work``: a few seconds of interpreted kernels each
 
 
 def is_sampled(row: Row, device: str, full: bool) -> bool:

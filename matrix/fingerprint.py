@@ -16,7 +16,11 @@ from attnmatrix.cases.modes import RunnerMode
 TOP = Path(__file__).resolve().parent.parent
 _CASES = ("case", "modes", "options", "placement", "schedule")
 _REFERENCES = {AttentionKind.SOFTMAX: ("softmax", "visibility", "slopes"), AttentionKind.LIGHTNING: ("decayed_state", "slopes")}
-_APART = ("hybrid", "registry", "lazy", "diagnose", "forced", "locate", "matching", "backend")
+_APART = (
+    *("adapted_modes", "backend", "coverage", "hybrid", "lazy", "registry", "row_suite"),  # say what is run, not how it is judged
+    *("diagnose", "forced", "locate", "matching"),  # explain a verdict that stands
+    *("online_softmax", "rounding"),  # count for the rows that name a rounding step: see run.cell_fingerprint
+)
 _RUNNERS = {
     RunnerMode.EAGER: ("eager",),
     RunnerMode.VERIFY: ("eager",),

@@ -9,7 +9,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.cell import run_cell
 from attnmatrix.harness.registry import Row
 from attnmatrix.matrix.environment import environment, row_versions
-from attnmatrix.matrix.fingerprint import fingerprint
+from attnmatrix.matrix.fingerprint import TOP, fingerprint
 from attnmatrix.matrix.record import Record, make_crash_record, make_record
 from attnmatrix.matrix.selection import CellId
 
@@ -30,8 +30,10 @@ def crash_record(cell: CellId, device: str) -> Record:
 
 
 def cell_fingerprint(row: Row, mode: RunnerMode) -> str:
-    """Hash of the code that a verdict about this row in this mode depends on."""
-    return fingerprint(row.kind, mode, (row.source, *row.more_sources))
+    """Hash of the code that a verdict about this row in this mode depends on; models of rounding steps count where the row names one."""
+    models = ("rounding", "online_softmax") if row.kind is AttentionKind.SOFTMAX else ("rounding",)
+    rounding = tuple(str(TOP / "harness" / f"{name}.py") for name in models) if row.conventions.rounding else ()
+    return fingerprint(row.kind, mode, (row.source, *row.more_sources, *rounding))
 
 
 def current_fingerprints(rows: tuple[Row, ...]) -> dict[tuple[AttentionKind, str, RunnerMode], str]:
