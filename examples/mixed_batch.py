@@ -17,7 +17,7 @@ from attnmatrix.references.softmax import softmax_attention
 
 HEADS = Heads(q=16, kv=8, dim=128)
 PREFIX, NEW = (0, 4, 8), (6, 3, 1)
-SLOTS = ([*range(0, 6)], [*range(40, 44), *range(20, 23)], [*range(50, 59)])
+SLOTS = ([*range(6)], [*range(40, 44), *range(20, 23)], [*range(50, 59)])
 CPU = torch.device("cpu")
 
 
