@@ -117,7 +117,7 @@ def _why_not(case: Case) -> NotApplicable | None:
 
 
 def _interpreter_limits(case: Case) -> Blocked | None:
-    if case.dtype == "bf16":
+    if case.dtype == "bf16" and case.num_tokens:
         return Blocked("Triton's interpreter builds no bf16 constant", "InterpreterError", "no attribute 'get_bf16'")
     if case.soft_cap is not None:
         return Blocked("Triton's interpreter runs no libdevice function (tanh)", "InterpreterError", "'float' and 'NoneType'")
@@ -125,7 +125,7 @@ def _interpreter_limits(case: Case) -> Blocked | None:
 
 
 def _compiler_limits(case: Case) -> Blocked | None:
-    if case.page_size < 16:
+    if case.page_size < 16 and case.num_tokens:
         return Blocked("pages are the inner side of a tl.dot, which takes 16 at least", "CompilationError", "K >= 16")
     return None
 
