@@ -46,12 +46,19 @@ def pairwise_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
     return _cover(cases, lambda case: frozenset(combinations(sorted(axis_values(case).items()), 2)) | _singles(single_values(case)))
 
 
+RUNNER_AXES = ("forward", "new", "prefix", "trees", "draft", "requests", "scratch")
+
+
 @cache
-def single_value_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
+def single_value_subset(cases: Sequence[Case], runner_only: bool = False) -> tuple[Case, ...]:
     """Cases that still meet every single value of every axis that ``cases`` meet, head groups and query sizes apart: those are the kernel's
-    affair, which eager cells cover, not the runner's."""
-    apart = ("group", "gain")
-    return _cover(cases, lambda case: _singles({k: v for k, v in {**axis_values(case), **single_values(case)}.items() if k not in apart}))
+    affair, which eager cells cover. ``runner_only`` keeps just the axes that a runner around an eagerly called kernel can get wrong."""
+
+    def wants(case: Case) -> frozenset[Pair]:
+        values = {**axis_values(case), **single_values(case)}
+        return _singles({k: v for k, v in values.items() if (k in RUNNER_AXES if runner_only else k not in ("group", "gain"))})
+
+    return _cover(cases, wants)
 
 
 def _singles(values: dict[str, object]) -> frozenset[Pair]:

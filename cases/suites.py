@@ -53,7 +53,8 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
         yield from layouts.seed_layouts(kind)
     yield from layouts.mixed_batches(kind)
     yield from layouts.uniform_extends(kind)
-    yield from layouts.page_size_sweep(kind)
+    if softmax or mode is RunnerMode.EAGER:  # a state pool has no pages
+        yield from layouts.page_size_sweep(kind)
     yield from layouts.head_geometries(kind)
     yield from layouts.precision_variants(kind)
     yield from layouts.long_contexts(kind)

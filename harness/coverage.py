@@ -1,6 +1,7 @@
 """Each case's share of its cell's probes, negative controls and properties.
 
-Sampled cells (see ``row_suite``) try one probe a case, in turn, and fewer controls and properties.
+Sampled cells (see ``row_suite``) try one probe a case, in turn, and fewer controls and properties. Graph modes, where a case is six or more
+replays, try two probes a case, the second in turn, unless everything was asked for.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Share:
 def share_of(row: Row, mode: RunnerMode, case: Case, device: str, full: bool) -> Share:
     """The share of a case: each control is tried on the cheapest cases that the row claims to support; a case outside the cell's own tries all."""
     sampled = is_sampled(row, device, full)
-    probes = (PROBES[int(case.content_hash, 16) % len(PROBES)],) if sampled else PROBES
+    turn = int(case.content_hash, 16)
+    probes = (PROBES[turn % len(PROBES)],) if sampled else PROBES
+    if mode.uses_graph and not sampled and not full:
+        probes = (PROBES[0], PROBES[1 + turn % (len(PROBES) - 1)])
     shares = _control_shares(row, mode, device, full)
     own = case.id in {member.id for member in row_suite(row, mode, device, full)}
     controls = tuple(control for control in CONTROLS if (case.id in shares[control.id] if own else control.applies(case)))

@@ -32,7 +32,7 @@ def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case
         return whole
     bound = GRAPH_WORK if mode.uses_graph else EAGER_WORK
     cheap = tuple(case for case in whole if work(case) <= bound)
-    return single_value_subset(cheap) if mode.uses_graph else pairwise_subset(cheap)
+    return single_value_subset(cheap, mode.pads_tokens) if mode.uses_graph else pairwise_subset(cheap)
 
 
 def work(case: Case) -> int:
