@@ -34,7 +34,7 @@ def share_of(row: Row, mode: RunnerMode, case: Case, device: str, full: bool) ->
     """The share of a case: each control is tried on the cheapest cases that the row claims to support; a case outside the cell's own tries all."""
     sampled = is_sampled(row, device, full)
     turn = int(case.content_hash, 16)
-    probes = (PROBES[turn % len(PROBES)],) if sampled else PROBES
+    probes: tuple[Probe, ...] = (PROBES[turn % len(PROBES)],) if sampled else PROBES
     if mode.uses_graph and not sampled and not full:
         probes = (PROBES[0], PROBES[1 + turn % (len(PROBES) - 1)])
     shares = _control_shares(row, mode, device, full)
