@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import msgspec
 
 from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.record import Record
+from attnmatrix.matrix.whole_file import write_whole
 
 COMMITTED = Path(__file__).resolve().parent / "evidence"
 
@@ -60,14 +59,4 @@ def merge(records: Iterable[Record]) -> list[Record]:
 
 def write(path: Path, records: Iterable[Record]) -> None:
     """Write records to ``path`` in key order; a reader sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            for record in merge(records):
-                stream.write(_encoder.encode(record) + b"\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, b"".join(_encoder.encode(record) + b"\n" for record in merge(records)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -16,6 +14,7 @@ from tabulate import tabulate
 from attnmatrix.harness.faults.fault import faults, not_injected
 from attnmatrix.harness.faults.score import CRASHED, KILLED, FaultScore, check_rule, score_fault
 from attnmatrix.harness.registry import UsageError
+from attnmatrix.matrix.whole_file import write_whole
 
 
 class Survivor(msgspec.Struct, frozen=True):
@@ -119,13 +118,8 @@ def report(found: KillScore) -> str:
 def save(found: KillScore, path: Path) -> None:
     """Keep the score in a file of scores by rule; written whole or not at all."""
     known = load(path) if path.is_file() else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode({**known, found.rule: found}, order="deterministic"), indent=1)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    with os.fdopen(handle, "wb") as stream:
-        stream.write(text + b"\n")
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    write_whole(path, text + b"\n")
 
 
 def load(path: Path) -> dict[str, KillScore]:
