@@ -36,6 +36,11 @@ class Schedule:
     def batches(self) -> tuple[Case, ...]:
         return tuple(step.case for step in self.steps)
 
+    def first(self) -> Schedule:
+        """The first batch alone, in the size captured for it."""
+        step = self.steps[0]
+        return Schedule((step.padded,) if self.captures else (), (step,))
+
 
 def schedule(case: Case, mode: RunnerMode) -> Schedule:
     """The batches of one cell. Deterministic in the case's content.

@@ -22,7 +22,11 @@ def verify(page: int, prefix: Iterable[int], drafts: int, kind: AttentionKind, *
 
 def verify_chains(kind: AttentionKind) -> tuple[Case, ...]:
     """Chains (topk 1) of 1 to 8 draft tokens over page edges, one per draft kind, ragged ones too."""
-    cases = [verify(16, (14, 15, 16), 4, kind, draft_kind=draft, name=f"chain_{draft}") for draft in DRAFT_KINDS]
+    shapes = (((14, 15, 16), 4), ((15,), 2), ((13, 30), 3), ((16, 29), 4))
+    cases = [
+        verify(16, prefix, drafts, kind, draft_kind=draft, name=f"chain_{draft}")
+        for draft, (prefix, drafts) in zip(DRAFT_KINDS, shapes, strict=True)
+    ]
     return (
         *cases,
         verify(1, (7, 9), 3, kind, name="chain_page1"),

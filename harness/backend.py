@@ -50,8 +50,13 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} captures no graphs")
 
     def forward_with_lse(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Like :meth:`forward`, with the log-sum-exp ``[T, Hq]`` in the declared base; optional."""
+        """Like :meth:`forward`, with the log-sum-exp float32 ``[T, Hq]`` in the declared base, sinks included; optional."""
         raise NotImplementedError(f"{type(self).__name__} returns no LSE")
+
+    @property
+    def returns_lse(self) -> bool:
+        """Whether :meth:`forward_with_lse` is there to be judged."""
+        return type(self).forward_with_lse is not AttentionBackend.forward_with_lse
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
         """What was prepared, for checks that outputs cannot make; optional."""

@@ -55,6 +55,10 @@ class TamperedBackend(AttentionBackend):
         given = replace(self.control.batch(batch, self.context), attn_metadata=batch.attn_metadata)
         return self.inner.forward(*self.control.inputs(q, k, v), layer_id, given)
 
+    @property
+    def returns_lse(self) -> bool:
+        return False  # controls tamper with what every row has
+
     def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
         self.inner.init_capture_graph(max_seq_len, batch_sizes)
 

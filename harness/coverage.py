@@ -11,12 +11,13 @@ from functools import cache
 
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.cases.pairwise import work
 from attnmatrix.harness.capabilities import Supported
 from attnmatrix.harness.controls import CONTROLS, Control
 from attnmatrix.harness.probes import PROBES, Probe
 from attnmatrix.harness.properties import examines
 from attnmatrix.harness.registry import Row
-from attnmatrix.harness.row_suite import is_sampled, row_suite, work
+from attnmatrix.harness.row_suite import is_sampled, row_suite
 
 TRIES = {False: 2, True: 1}  # cases of a cell that try each control: eager modes, graph modes (which cost more)
 

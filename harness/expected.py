@@ -22,12 +22,16 @@ SMALL = 200_000_000  # multiplications of a step's largest product below which l
 
 @dataclass(frozen=True)
 class Quantity:
-    """Reference, baseline ``[*shape, D]`` and conditioning ``[*shape]`` of one result; ``labels`` names the axes of shape."""
+    """Reference, baseline ``[*shape, D]`` and conditioning ``[*shape]`` of one result; ``labels`` names the axes of shape.
+
+    ``absolute``: errors are differences, not relative to the reference, and so is the conditioning.
+    """
 
     labels: tuple[str, ...]
     reference: Tensor
     baseline: Tensor
     conditioning: Tensor
+    absolute: bool = False
 
 
 def expected_quantities(world: World, step: StepData, call: AttentionCall) -> dict[str, Quantity]:
@@ -75,10 +79,11 @@ def _softmax(world: World, step: StepData, layer: int, q: Tensor, new_k: Tensor,
         conds.append(right.conditioning)
         base_outs.append(out)
         base_lses.append(lse)
-    conditioning = torch.cat(conds)
+    conditioning, lse = torch.cat(conds), torch.cat(lses)
+    sizes = conditioning + torch.nan_to_num(lse.abs(), posinf=0.0)  # a score's error adds to the LSE, which is then rounded itself
     return {
         "out": Quantity(("token", "head"), torch.cat(outs), torch.cat(base_outs), conditioning),
-        "lse": Quantity(("token", "head"), torch.cat(lses)[..., None], torch.cat(base_lses)[..., None], conditioning),
+        "lse": Quantity(("token", "head"), lse[..., None], torch.cat(base_lses)[..., None], sizes, absolute=True),
     }
 
 

@@ -39,6 +39,13 @@ class HybridBackend(AttentionBackend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
         return self.side(batch.forward_mode).forward(q, k, v, layer_id, batch)
 
+    def forward_with_lse(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self.side(batch.forward_mode).forward_with_lse(q, k, v, layer_id, batch)
+
+    @property
+    def returns_lse(self) -> bool:
+        return self.side(self.context.forward_mode).returns_lse
+
     def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
         self.decode.init_capture_graph(max_seq_len, batch_sizes)
 

@@ -64,6 +64,13 @@ def relative_rms(actual: Tensor, reference: Tensor) -> Tensor:
     return torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
 
 
+def absolute_error(actual: Tensor, reference: Tensor) -> Tensor:
+    """``rms(actual - reference)`` over the last axis in float64; 0 where both are the same infinity, infinite where only one is finite."""
+    actual, reference = actual.double(), reference.double()
+    difference = torch.where(actual == reference, 0.0, actual - reference)
+    return torch.nan_to_num(difference.square().mean(dim=-1).sqrt(), nan=float("inf"), posinf=float("inf"))
+
+
 def limits(baseline: Tensor, conditioning: Tensor) -> Tensor:
     """``FACTOR * max(baseline of the row, median baseline, 2**-24 * conditioning)`` per row.
 
@@ -84,18 +91,20 @@ def measure(
     baseline: Tensor,
     conditioning: Tensor,
     dtype: torch.dtype,
+    absolute: bool = False,
 ) -> Measurement:
     """Compare ``actual`` with ``reference`` ``[*shape, D]``, given the ``baseline``'s values and ``conditioning`` ``[*shape]``."""
     shape = tuple(reference.shape[:-1])
-    base = relative_rms(baseline, reference).flatten()
+    error = absolute_error if absolute else relative_rms
+    base = error(baseline, reference).flatten()
     return Measurement(
         quantity,
         step,
         layer,
         labels,
         shape,
-        relative_rms(actual, reference).flatten(),
+        error(actual, reference).flatten(),
         base,
         limits(base, conditioning.double().flatten()),
-        int((base > UNINFORMATIVE[dtype]).sum()),
+        0 if absolute else int((base > UNINFORMATIVE[dtype]).sum()),
     )

@@ -44,6 +44,15 @@ class InspectedBackend(AttentionBackend):
             self._inspect(batch, batch.size)
         return self.inner.forward(q, k, v, layer_id, batch)
 
+    def forward_with_lse(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        if layer_id == 0 and id(batch) not in self._captured:
+            self._inspect(batch, batch.size)
+        return self.inner.forward_with_lse(q, k, v, layer_id, batch)
+
+    @property
+    def returns_lse(self) -> bool:
+        return self.inner.returns_lse
+
     def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
         self.inner.init_capture_graph(max_seq_len, batch_sizes)
 

@@ -12,13 +12,16 @@ from torch import Tensor
 from attnmatrix.cases.placement import pages_for
 from attnmatrix.harness.baseline import score_baseline
 
+Cut = Callable[[Tensor], Tensor]
+Add = Callable[[Tensor, torch.dtype], Tensor]
+
 
 @dataclass(frozen=True)
 class Arithmetic:
     """``cut`` is applied to the factors of products, ``add`` sums the weights ``[new, Hq, keys]`` of a page in a dtype."""
 
-    cut: Callable[[Tensor], Tensor]
-    add: Callable[[Tensor, torch.dtype], Tensor]
+    cut: Cut
+    add: Add
 
 
 Running = tuple[Tensor, Tensor, Tensor]
@@ -32,7 +35,7 @@ def rounded_after_use(
     exact one, so that the pages disagree about it. Arguments as in :func:`attnmatrix.harness.baseline.softmax_baseline`."""
     score = score_baseline(how.cut(q), how.cut(k), mask, scale, **options)  # type: ignore[arg-type]
     peak, total, out = _run(score, _values(v, q), page_size, q.dtype, how, exact=True)
-    return _divided(out, total), peak + torch.log(total)
+    return _divided(out, total).to(q.dtype), peak + torch.log(total)
 
 
 def rounded_and_split(
@@ -87,16 +90,15 @@ def added_at_once(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return _rounded(weight.sum(dim=-1), dtype)
 
 
-def added_one_by_one(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum with every addition rounded to ``dtype``, in the order that strays furthest, since the compiler chooses it: one after the
-    other as they come or the largest first, or on 1, 2 or 4 warps whose lanes add the columns that a matrix product leaves them with."""
-    sums = [_chain(weight, dtype), _chain(weight.sort(dim=-1, descending=True).values, dtype)]
-    for warps in (1, 2, 4):
+def _on_warps(warps: int) -> Add:
+    """Lanes of ``warps`` warps add the pairs of columns that a matrix product leaves them with, then the lanes' sums are added."""
+
+    def add(weight: Tensor, dtype: torch.dtype) -> Tensor:
         padded = torch.nn.functional.pad(weight, (0, -weight.shape[-1] % (8 * warps)))
         lanes = padded.unflatten(-1, (-1, warps, 4, 2)).movedim(-4, -2).flatten(-2)
-        sums.append(_halved(_chain(lanes, dtype).flatten(-2), dtype))
-    found = torch.stack(sums)
-    return found.gather(0, (found - weight.sum(dim=-1)).abs().argmax(dim=0, keepdim=True))[0]
+        return _halved(_chain(lanes, dtype).flatten(-2), dtype)
+
+    return add
 
 
 def _chain(terms: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,6 +106,27 @@ def _chain(terms: Tensor, dtype: torch.dtype) -> Tensor:
     for index in range(1, terms.shape[-1]):
         total = _rounded(total + terms[..., index], dtype)
     return total
+
+
+def _largest_first(terms: Tensor, dtype: torch.dtype) -> Tensor:
+    return _chain(terms.sort(dim=-1, descending=True).values, dtype)
+
+
+ORDERS: tuple[Add, ...] = (added_at_once, _chain, _largest_first, _on_warps(1), _on_warps(2), _on_warps(4))
+"""Orders in which a compiler may add the weights of a page, every addition rounded to the input dtype; in the first one only the sum."""
+
+
+def furthest(
+    model: Callable[..., tuple[Tensor, Tensor]], cut: Cut, q: Tensor, k: Tensor, v: Tensor, *args: object, **options: object
+) -> tuple[Tensor, Tensor]:
+    """A model's result under each of the ``ORDERS``, row by row the one furthest from the same in float32: which order it is, is the
+    compiler's choice, and roundings that happen to cancel in one of them do not in another."""
+    exact, _ = model(Arithmetic(lambda tensor: tensor, added_at_once), q.float(), k.float(), v.float(), *args, **options)
+    found = [model(Arithmetic(cut, add), q, k, v, *args, **options) for add in ORDERS]
+    outs = torch.stack([out for out, _ in found])
+    distance = (outs.float() - exact).square().mean(dim=-1)
+    chosen = distance.argmax(dim=0)[None, ..., None].expand(1, *outs.shape[1:])
+    return outs.gather(0, chosen)[0], found[0][1]
 
 
 def _halved(terms: Tensor, dtype: torch.dtype) -> Tensor:

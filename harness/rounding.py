@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmatrix.harness.baseline import softmax_baseline
-from attnmatrix.harness.online_softmax import Arithmetic, added_at_once, added_one_by_one, rounded_after_use, rounded_and_split
+from attnmatrix.harness.online_softmax import Arithmetic, added_at_once, furthest, rounded_after_use, rounded_and_split
 
 PARTIAL_SUMS = "partial sums of 32 key dims in the input dtype"
 TF32_PRODUCTS = "products of factors cut to TF32"
@@ -36,12 +36,12 @@ def softmax_rounded(steps: Collection[str]) -> Callable[..., tuple[Tensor, Tenso
     """The softmax baseline under the named steps; called as :func:`softmax_baseline` plus the case's ``page_size`` and its ``longest`` KV
     length."""
     _check(steps, (ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT, WEIGHTS_ADDED, TF32_PRODUCTS, SINK_RESCALE))
-    how = Arithmetic(_tf32 if TF32_PRODUCTS in steps else _exact, added_one_by_one if WEIGHTS_ADDED in steps else added_at_once)
+    cut = _tf32 if TF32_PRODUCTS in steps else _exact
+    models = [model for name, model in ((ROUNDED_AFTER_USE, rounded_after_use), (ROUNDED_AND_SPLIT, rounded_and_split)) if name in steps]
     inner: Callable[..., tuple[Tensor, Tensor]] = _textbook
-    if ROUNDED_AFTER_USE in steps:
-        inner = partial(_without_sinks, rounded_after_use, how)
-    elif ROUNDED_AND_SPLIT in steps:
-        inner = partial(_without_sinks, rounded_and_split, how)
+    if models:
+        with_order = partial(furthest, models[0], cut) if WEIGHTS_ADDED in steps else partial(models[0], Arithmetic(cut, added_at_once))
+        inner = partial(_without_sinks, with_order)
     elif TF32_PRODUCTS in steps or WEIGHTS_ADDED in steps:
         raise ValueError("only the models of a running state know cut products and added weights")
     return partial(_sink_rescaled, inner) if SINK_RESCALE in steps else inner
@@ -55,7 +55,7 @@ def _without_sinks(
     model: Callable[..., tuple[Tensor, Tensor]], *args: object, sinks: Tensor | None = None, **options: object
 ) -> tuple[Tensor, Tensor]:
     if sinks is not None:
-        raise ValueError(f"{model.__name__} has no sinks")
+        raise ValueError("the models of a running state know no sinks")
     out, lse = model(*args, **options)
     return out, lse
 

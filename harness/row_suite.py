@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.cases.pairwise import pairwise_subset, single_value_subset
+from attnmatrix.cases.pairwise import pairwise_subset, single_value_subset, work
 from attnmatrix.cases.suites import suite
 from attnmatrix.harness.registry import Row
 
@@ -33,12 +33,6 @@ def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case
     bound = GRAPH_WORK if mode.uses_graph else EAGER_WORK
     cheap = tuple(case for case in whole if work(case) <= bound)
     return single_value_subset(cheap, mode.pads_tokens) if mode.uses_graph else pairwise_subset(cheap)
-
-
-def work(case: Case) -> int:
-    """What a case costs, roughly: new tokens times keys times the width of the heads."""
-    longest = max(case.kv_lens, default=0)
-    return (case.num_tokens + case.batch_size) * (longest + 64) * case.heads.q * case.heads.dim
 
 
 def _exact(case: Case) -> Case:

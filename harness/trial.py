@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.cases.schedule import Schedule
 from attnmatrix.harness.controls import Control, TamperedBackend
 from attnmatrix.harness.guards import Guards
 from attnmatrix.harness.interpreter import prepare_triton
@@ -51,10 +53,21 @@ class Trial:
         return max((verdict.margin for verdict in self.verdicts), default=None)
 
 
-def run_trial(row: Row, mode: RunnerMode, case: Case, device: torch.device, probe: Probe, control: Control | None = None) -> Trial:
-    """Build the world, run every step of the schedule, judge each. A control tampers with what the backend is given."""
+def run_trial(
+    row: Row,
+    mode: RunnerMode,
+    case: Case,
+    device: torch.device,
+    probe: Probe,
+    control: Control | None = None,
+    plan: Schedule | None = None,
+) -> Trial:
+    """Build the world, run every step of the schedule (``plan`` in place of the mode's own), judge each.
+
+    A control tampers with what the backend is given.
+    """
     prepare_triton(device, row.interpreted)
-    world = World(case, mode, probe, row.conventions, device)
+    world = World(case, mode, probe, row.conventions, device, plan)
     guards = Guards(world)
     verdicts: list[StepVerdict] = []
     outputs: list[tuple[Tensor, ...]] = []
@@ -84,12 +97,18 @@ def describe(trial: Trial) -> tuple[str, ...]:
         last = traceback.extract_tb(trial.error.__traceback__)[-1:]
         at = f" at {last[0].filename.rsplit('/', 1)[-1]}:{last[0].lineno}" if last else ""
         lines.append(f"{type(trial.error).__name__}{at}: {trial.error}")
-    wrong = [m for verdict in trial.verdicts for m in verdict.measurements if m.error.numel() and float(m.ratio.max()) > 1]
+    return (*lines, *describe_verdicts(trial.verdicts, trial.probe))
+
+
+def describe_verdicts(verdicts: Sequence[StepVerdict], probe: str) -> tuple[str, ...]:
+    """One line for each measurement over its limit, the worst first, then the problems."""
+    lines: list[str] = []
+    wrong = [m for verdict in verdicts for m in verdict.measurements if m.error.numel() and float(m.ratio.max()) > 1]
     for m in sorted(wrong, key=lambda m: -float(m.ratio.max())):
         row, bad = m.worst, int((m.ratio > 1).sum())
         lines.append(
             f"{m.quantity} of layer {m.layer}, step {m.step}: error {float(m.error[row]):.3g}, limit {float(m.limit[row]):.3g} at "
-            f"{m.where(row)}; {bad} of {m.error.numel()} rows over their limit ({trial.probe} inputs)"
+            f"{m.where(row)}; {bad} of {m.error.numel()} rows over their limit ({probe} inputs)"
         )
-    lines += [f"{problem} ({trial.probe} inputs)" for verdict in trial.verdicts for problem in verdict.problems]
+    lines += [f"{problem} ({probe} inputs)" for verdict in verdicts for problem in verdict.problems]
     return tuple(lines)

@@ -57,6 +57,7 @@ def judge_step(world: World, run: StepRun, guards: Guards) -> StepVerdict:
                         quantity.baseline,
                         quantity.conditioning,
                         world.dtype,
+                        quantity.absolute,
                     )
                 )
     if not bool(torch.isfinite(run.final).all()):
@@ -70,6 +71,8 @@ def _actual(world: World, step: StepData, call: AttentionCall, name: str, quanti
     """What the backend produced for one quantity, shaped like its reference; None when it does not give it."""
     if name == "out":
         return call.out
+    if name == "lse":
+        return call.lse[..., None] if call.lse is not None else None
     states = world.context.states
     if states is None:
         return None

@@ -1,4 +1,4 @@
-"""The command line: ``attnmatrix list | run | render | faults | explain | repro | compare | new-backend``."""
+"""The command line: ``attnmatrix list | run | render | faults | healthy | calibrate | explain | repro | compare | new-backend``."""
 
 from __future__ import annotations
 
@@ -135,10 +135,15 @@ def render(
     texts = {out or MATRIX_FILE: render_matrix(records, scores)}
     if out is None and README_FILE.is_file():
         texts[README_FILE] = render_readme(records, README_FILE.read_text(), scores)
+    _write_or_check(texts, check, "attnmatrix render")
+
+
+def _write_or_check(texts: dict[Path, str], check: bool, command: str) -> None:
+    """Write generated files; with ``check`` only say which differ, exit 1 if any does."""
     differing = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
     if check:
         for path in differing:
-            typer.echo(f"{path} differs from what the evidence renders; run 'attnmatrix render'", err=True)
+            typer.echo(f"{path} differs from what the evidence gives; run '{command}'", err=True)
         raise typer.Exit(1 if differing else 0)
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,6 +185,39 @@ def planted_faults(
     else:
         typer.echo(kill_score.report(found))
     raise typer.Exit(int(rule == "ours" and bool(found.survivors or found.crashed)))
+
+
+@app.command()
+def healthy(
+    cases: Annotated[int, typer.Option(min=1, help="random cases")] = 3000,
+    seed: Annotated[int, typer.Option(min=0, help="another seed, other cases")] = 0,
+    as_json: Json = False,
+    workers: Annotated[int, typer.Option("-n", min=1, help="worker processes")] = 2,
+    save_to: Annotated[Path | None, typer.Option("--save", help="keep the outcome in this file")] = None,
+) -> None:
+    """False alarms: right rows on random cases. Exit 1 when one verdict fails."""
+    import msgspec
+
+    from attnmatrix.matrix import healthy as false_alarms
+
+    found = false_alarms.run_healthy(cases, seed, workers, lambda line: typer.echo(line, err=True))
+    if save_to is not None:
+        false_alarms.save(found, save_to)
+    typer.echo(msgspec.json.encode(found).decode() if as_json else false_alarms.report(found))
+    raise typer.Exit(int(bool(found.alarms)))
+
+
+@app.command()
+def calibrate(
+    evidence: EvidenceDir = None,
+    out: Annotated[Path | None, typer.Option(help="file to write; default: the committed harness/calibration.md")] = None,
+    check: Annotated[bool, typer.Option("--check", help="write nothing; exit 1 when the file differs")] = False,
+) -> None:
+    """How far right rows stay from their baselines: the table behind the limit's factor, from evidence."""
+    from attnmatrix.matrix.calibration import CALIBRATION_FILE, calibration
+    from attnmatrix.matrix.evidence_file import COMMITTED, read
+
+    _write_or_check({out or CALIBRATION_FILE: calibration(read(evidence or COMMITTED))}, check, "attnmatrix calibrate")
 
 
 @listing.command("faults")

@@ -96,11 +96,14 @@ class Flex(AttentionBackend):
         return tuple(made[window] for window in self.context.windows) if tokens else ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
+        return self.forward_with_lse(q, k, v, layer_id, batch)[0]
+
+    def forward_with_lse(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> tuple[Tensor, Tensor]:
         context, meta = self.context, batch.attn_metadata
         assert context.kv is not None
         context.kv.store(layer_id, batch.out_loc, k, v)
         if not batch.num_tokens:
-            return torch.empty_like(q)
+            return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         keys, values = (pool(layer_id).flatten(0, 1).transpose(0, 1)[None] for pool in (context.kv.k, context.kv.v))
         out, aux = self._attend(
             q.transpose(0, 1)[None],
@@ -113,9 +116,11 @@ class Flex(AttentionBackend):
             kernel_options=self._kernel_options(batch),
             return_aux=self._flex.AuxRequest(lse=True),
         )
+        lse = aux.lse
         if context.sinks is not None:
-            out = (out * torch.sigmoid(aux.lse - context.sinks[None, :, None])[..., None]).to(q.dtype)
-        return out[0].transpose(0, 1)
+            sinks = context.sinks[None, :, None]
+            out, lse = (out * torch.sigmoid(lse - sinks)[..., None]).to(q.dtype), torch.logaddexp(lse, sinks)
+        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
     def _kernel_options(self, batch: Batch) -> dict[str, Any]:
         """The split-KV kernel has no configuration beyond one block of queries; then blocks that fit every dtype and head dim."""

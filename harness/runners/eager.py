@@ -12,13 +12,16 @@ from attnmatrix.harness.world import World
 
 
 def run_eager(world: World, backend: AttentionBackend) -> Iterator[StepRun]:
-    """Prepare A, prepare B, run A, run B: metadata must not live in one place. Serves eager and verify."""
+    """Prepare A, prepare B, run A, run B: metadata must not live in one place. Serves eager and verify.
+
+    The needle probe asks for the LSE of rows that return it.
+    """
     model = TwoLayerModel(world)
     batches = [world.batch(index) for index in range(len(world.steps))]
     for batch in batches:
         backend.prepare_metadata(batch)
     for index, batch in enumerate(batches):
-        recorder = Recorder(backend, batch, world.conventions)
+        recorder = Recorder(backend, batch, world.conventions, with_lse=world.probe.inputs == "needle" and backend.returns_lse)
         with nan_in_new_tensors():
             final = model(world.steps[index].hidden, world.steps[index].inputs, recorder)
         yield StepRun(index, recorder.calls, final, problems=tuple(batch.changes(world.batch(index))))

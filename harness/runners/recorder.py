@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,8 @@ class ContractError(Exception):
 class AttentionCall:
     """One call of ``forward``: inputs as they were before it, inputs as they are after it, output ``[T, Hq, D]``.
 
-    ``raw`` is the tensor the backend returned, before translation; graph runners overwrite it between replays.
+    ``raw`` is the tensor the backend returned, before translation; graph runners overwrite it between replays. ``lse`` ``[T, Hq]`` is in
+    nats, None when it was not asked for.
     """
 
     layer: int
@@ -31,6 +33,7 @@ class AttentionCall:
     given: tuple[Tensor, Tensor, Tensor]
     out: Tensor
     raw: Tensor
+    lse: Tensor | None = None
 
     def first(self, tokens: int) -> AttentionCall:
         """The call cut to its first ``tokens`` tokens."""
@@ -64,19 +67,33 @@ class StepRun:
 
 @dataclass
 class Recorder:
-    """The attention function handed to the model: calls the backend and records."""
+    """The attention function handed to the model: calls the backend and records; ``with_lse`` asks for the LSE too."""
 
     backend: AttentionBackend
     batch: Batch
     conventions: Conventions
+    with_lse: bool = False
     calls: list[AttentionCall] = field(default_factory=list)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        before = q.clone(), k.clone(), v.clone()
-        raw = self.backend.forward(q, k, v, layer, self.batch)
+        before, lse = (q.clone(), k.clone(), v.clone()), None
+        if self.with_lse:
+            raw, lse = self.backend.forward_with_lse(q, k, v, layer, self.batch)
+            lse = translate_lse(lse, q, self.conventions)
+        else:
+            raw = self.backend.forward(q, k, v, layer, self.batch)
         out = translate_output(raw, q, self.conventions)
-        self.calls.append(AttentionCall(layer, *before, (q, k, v), out.clone(), raw))
+        self.calls.append(AttentionCall(layer, *before, (q, k, v), out.clone(), raw, lse))
         return out
+
+
+def translate_lse(raw: Tensor, q: Tensor, conventions: Conventions) -> Tensor:
+    """The backend's LSE in nats, float64 ``[T, Hq]``. Raises ContractError when it is no float32 tensor of that shape."""
+    found = f"{raw.dtype} {tuple(raw.shape)} on {raw.device}" if isinstance(raw, Tensor) else type(raw).__name__
+    expected = f"{torch.float32} {tuple(q.shape[:2])} on {q.device}"
+    if found != expected:
+        raise ContractError(f"forward_with_lse returned {found} as LSE, expected {expected}")
+    return raw.double() * (math.log(2) if conventions.lse_base == "2" else 1.0)
 
 
 def translate_output(raw: Tensor, q: Tensor, conventions: Conventions) -> Tensor:
