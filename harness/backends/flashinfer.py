@@ -284,6 +284,13 @@ def has_tree(case: Case) -> bool:
     return any(case.tree(request) != tuple(range(-1, new - 1)) for request, new in enumerate(case.new_lens))
 
 
+def runs_fa3(choice: Choice, case: Case) -> bool:
+    """Whether a batch's kernels are fa3's on SM 9.0; the package itself leaves masks and ALiBi to fa2."""
+    decode = case.forward is ForwardMode.DECODE and not case.sinks
+    backend = choice.decode_backend if decode else choice.prefill_backend
+    return backend == "fa3" or (backend == "auto" and not decode and not case.alibi and not has_tree(case))
+
+
 def _why_not(choice: Choice, case: Case) -> Claim | None:
     if not case.num_tokens:
         return None
@@ -294,11 +301,10 @@ def _why_not(choice: Choice, case: Case) -> Claim | None:
             return NotApplicable(f"the variant with sinks knows no {word}", _sink_variant_lacks(word))
     if case.dtype == "fp32":
         return Blocked("float32 has no kernel", "KeyError", r"torch\.float32")
-    fa3 = choice.prefill_backend == "fa3"
-    if fa3 and has_tree(case):
+    if choice.prefill_backend == "fa3" and has_tree(case):
         return Blocked("fa3 kernels take no mask", "RuntimeError", "operation not supported")
-    if fa3 and case.heads.dim not in (64, 128, 256):
-        return Blocked("fa3 kernels have head dims 64, 128 and 256", "RuntimeError", "Ninja build failed")
+    if runs_fa3(choice, case) and case.heads.dim not in (64, 128, 256):
+        return Blocked("fa3 kernels have head dims 64, 128 and 256", "RuntimeError", "static assertion failed")
     return None
 
 

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from attnmatrix.harness.backends.flashinfer import FlashInfer
 from attnmatrix.harness.backends.flashinfer_lists import lacks_parameter, method_parameters
 from attnmatrix.harness.backends.flashinfer_trtllm import Trtllm, draft_mask
 from attnmatrix.harness.batch import Batch
-from attnmatrix.harness.capabilities import Blocked, NotApplicable
+from attnmatrix.harness.capabilities import Blocked, NotApplicable, Supported
 from attnmatrix.harness.cell import CellResult, run_cell
 from attnmatrix.harness.controls import CONTROLS
 from attnmatrix.harness.installed import installed_file
@@ -33,7 +35,7 @@ from attnmatrix.references.slopes import alibi_slopes
 SOFTMAX, CPU = AttentionKind.SOFTMAX, torch.device("cpu")
 EAGER, VERIFY, CG, VERIFY_CG = RunnerMode.EAGER, RunnerMode.VERIFY, RunnerMode.CG_DECODE, RunnerMode.VERIFY_CG
 PCG, BCG = RunnerMode.PCG_EXTEND, RunnerMode.BCG_EXTEND
-WRAPPERS = ("fi", "fi-fa2", "fi-fa3", "fi-hnd")
+WRAPPERS = ("fi", "fi-fa2", "fi-fa3", "fi-hnd")  # by turns: they differ in names handed over, and in the layout of the pool
 
 CELLS = (
     (EAGER, "extend-p16-prefix0.20.33-new18.7.1-h4x2x64-bf16-shuffled"),
@@ -89,11 +91,14 @@ def cell(name: str | Row, mode: RunnerMode, case: str, controls: Any = ()) -> Ce
     return run_cell(row, mode, parse_case(case), CPU, controls=controls, diagnosed=False)
 
 
-def named(cells: tuple[tuple[RunnerMode, str], ...], *rows: str) -> list[Any]:
-    return [pytest.param(row, *cell, id=f"{row}-{cell[0].value}-{cell[1]}") for cell in cells for row in rows]
+def in_turn(cells: tuple[tuple[RunnerMode, str], ...], rows: tuple[str, ...]) -> list[Any]:
+    taken = [(rows[index % len(rows)], *cell) for index, cell in enumerate(cells)]
+    return [pytest.param(*cell, id=f"{cell[0]}-{cell[1].value}-{cell[2]}") for cell in taken]
 
 
-@pytest.mark.parametrize(("name", "mode", "case"), [*named(CELLS, *WRAPPERS), *named(MASKED, "fi", "fi-fa2"), *named(XQA, "trtllm")])
+@pytest.mark.parametrize(
+    ("name", "mode", "case"), [*in_turn(CELLS, WRAPPERS), *in_turn(MASKED, ("fi-fa2", "fi-hnd")), *in_turn(XQA, ("trtllm",))]
+)
 def test_cell(name: str, mode: RunnerMode, case: str) -> None:
     result = cell(name, mode, case)
     assert result.status == "pass", (result.reason, *result.details)
@@ -202,6 +207,35 @@ def test_a_declared_refusal_reaches_the_caller(name: str, mode: RunnerMode, case
     assert type(trial.error).__name__ == claim.exception
     assert trial.untouched
     assert said in str(trial.error)
+
+
+MODULES = spec_from_file_location("flashinfer_modules", Path(__file__).parents[2] / "ci" / "flashinfer_modules.py")
+assert MODULES is not None
+assert MODULES.loader is not None
+modules = module_from_spec(MODULES)
+MODULES.loader.exec_module(modules)
+
+
+@pytest.mark.parametrize("name", [*WRAPPERS, "trtllm"])
+@pytest.mark.parametrize(
+    ("mode", "case"),
+    [CELLS[6], CELLS[8], CELLS[11], CELLS[13], MASKED[0], (VERIFY, f"{TREE}-s1"), XQA[1], XQA[5]],
+    ids=str,
+)
+def test_the_modules_built_beforehand_are_those_a_case_needs(name: str, mode: RunnerMode, case: str) -> None:
+    row, parsed = find_row(name, SOFTMAX), parse_case(case)
+    wanted = modules.modules_of(name, parsed)
+    if isinstance(row.capabilities.claim(mode, parsed, "cuda"), Supported):
+        run_trial(row, mode, parsed, CPU, PEAKED)
+    used = {modules.Module(*module) for module in strict_flashinfer.MODULES}
+    assert used <= wanted
+    assert used == wanted or parsed.trees  # a derived tree may be a chain, which needs no mask
+
+
+def test_the_suite_needs_each_kind_of_module() -> None:
+    found = modules.needed(modules.ROWS, tuple(RunnerMode))
+    assert {module.kind for module in found} == {"decode", "prefill", "sinks", "xqa", "quantization"}
+    assert not any(module.backend == "fa3" and module.dim not in modules.LIKELY_DIMS for module in found)
 
 
 @pytest.mark.parametrize("mode", [EAGER, CG])
