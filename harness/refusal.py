@@ -35,12 +35,18 @@ def why_not_a_refusal(error: BaseException, claim: Blocked, row: Row) -> str | N
     return f"the exception was raised in {file.name}, line {frame.tb_lineno}, not by {' or '.join(row.distributions)}"
 
 
+_COMPILED = (".cu", ".cuh", ".cc", ".cpp", ".h", ".hpp", ".pxi", ".pyx")
+"""Files of compiled code: apache-tvm-ffi appends its C++ frames to a traceback, Cython its own."""
+
+
 def _innermost(traceback: TracebackType | None) -> TracebackType | None:
-    """The frame that raised; ``torch._check`` and its kin only raise for their caller."""
+    """The Python frame that raised, or called the compiled code that did; ``torch._check`` and its kin only raise for their caller."""
     frames: list[TracebackType] = []
     while traceback is not None:
         frames.append(traceback)
         traceback = traceback.tb_next
+    while frames and _is_compiled(frames[-1]):
+        frames.pop()
     while frames and _is_check_helper(frames[-1]):
         frames.pop()
     return frames[-1] if frames else None
@@ -52,6 +58,13 @@ def _checked(error: BaseException) -> bool:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return traceback is not None and _is_check_helper(traceback)
+
+
+def _is_compiled(frame: TracebackType) -> bool:
+    """A frame that only names a place in compiled code: nothing can be raised in it."""
+    code = frame.tb_frame.f_code
+    named = Path(code.co_filename).suffix in _COMPILED or code.co_filename == "<unknown>"
+    return named and not any(instruction.opname.startswith("RAISE") for instruction in dis.get_instructions(code))
 
 
 def _is_check_helper(frame: TracebackType) -> bool:

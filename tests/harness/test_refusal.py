@@ -46,6 +46,11 @@ def other_text():
 
 def call_back(function):
     function()
+
+def in_cpp():
+    import sys, types
+    frame = eval(compile("getframe()", "src/kernel.cu", "eval"), {{"getframe": sys._getframe}})
+    raise ValueError("{MESSAGE}").with_traceback(types.TracebackType(None, frame, frame.f_lasti, 1))
 '''
 
 ROW = f'''
@@ -77,6 +82,9 @@ def other_type():
 def other_text():
     fake_attention.other_text()
 
+def refuse_in_cpp():
+    fake_attention.in_cpp()
+
 def refuse_in_compiled_code():
     int("{MESSAGE}", 10)
 
@@ -88,6 +96,9 @@ def raise_in_a_helper():
 
 def raise_in_exec():
     exec("raise ValueError('{MESSAGE}')")
+
+def raise_in_exec_named_like_cpp():
+    exec(compile("raise ValueError('{MESSAGE}')", "src/kernel.cu", "exec"))
 
 def raise_after_the_package_refused():
     try:
@@ -165,7 +176,7 @@ def problem_of(function: Callable[[], None], row_file: ModuleType, claim: Blocke
     return why_not_a_refusal(caught.value, claim, row)
 
 
-@pytest.mark.parametrize("name", ["refuse", "refuse_in_a_single_module", "refuse_and_reraise", "subclass"])
+@pytest.mark.parametrize("name", ["refuse", "refuse_in_a_single_module", "refuse_and_reraise", "subclass", "refuse_in_cpp"])
 def test_the_packages_exception_is_a_refusal(name: str, row_file: ModuleType) -> None:
     assert problem_of(getattr(row_file, name), row_file) is None
 
