@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from attnmatrix.cases.case import AttentionKind, ForwardMode
+from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
+from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness import wheel_modules
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
-from attnmatrix.harness.capabilities import Conventions
+from attnmatrix.harness.capabilities import Capabilities, Conventions, Deferred, KnownFault, RoundingStep
 from attnmatrix.harness.interpreter import prepare_triton
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 KERNELS = "sglang.kernels.ops.attention"
 MODULES = ("extend_attention", "decode_attention", "kv_indices", "metadata", "score_mod")
-MAX_KV_SPLITS = 8  # sglang's default of --triton-attention-num-kv-splits
+MAX_KV_SPLITS = {"cuda": 8, "cpu": 2}  # sglang's default of --triton-attention-num-kv-splits; interpreted, the fewest that are merged
 SCHEDULED = 256  # requests of a batch that one launch of the split schedule takes, at least
 
 
@@ -62,7 +63,7 @@ class SglTriton(AttentionBackend):
         names = ("sglang.srt.environ", *(f"{KERNELS}.{name}" for name in MODULES))
         loaded = wheel_modules.load_modules("sglang", names, {"sglang.srt.utils": _device_facts()})
         self._extend, self._decode, self._kv_indices, self._schedule, self._score_mod = (loaded[f"{KERNELS}.{name}"] for name in MODULES)
-        self._cores = core_count(context.device)
+        self._cores, self._max_splits = core_count(context.device), MAX_KV_SPLITS[context.device.type]
         self._early_launch = context.device.type == "cuda" and torch.cuda.get_device_capability(context.device)[0] >= 9
         slopes = context.alibi_slopes
         distance = torch.arange(context.max_seq_len, device=context.device)
@@ -82,8 +83,8 @@ class SglTriton(AttentionBackend):
             rails={window: self._rail(batch, prefix, window) for window in dict.fromkeys(context.windows)},
             qo_indptr=batch.cu_seqlens_q.long(),
             max_new=max(batch.new_lens, default=0),
-            logits=torch.empty(splits, context.heads.q, MAX_KV_SPLITS, context.heads.dim, dtype=torch.float32, device=context.device),
-            lse=torch.empty(splits, context.heads.q, MAX_KV_SPLITS, dtype=torch.float32, device=context.device),
+            logits=torch.empty(splits, context.heads.q, self._max_splits, context.heads.dim, dtype=torch.float32, device=context.device),
+            lse=torch.empty(splits, context.heads.q, self._max_splits, dtype=torch.float32, device=context.device),
             mask=mask,
             mask_indptr=mask_indptr,
             bias=bias,
@@ -100,11 +101,11 @@ class SglTriton(AttentionBackend):
         if len(indices):
             build = self._kv_indices.create_flashinfer_kv_indices_triton
             build[(rows,)](table, batch.req_pool_indices, kept, indptr, offsets, indices, table.stride(0))
-        splits = torch.full((rows,), MAX_KV_SPLITS, dtype=torch.int32, device=context.device)
+        splits = torch.full((rows,), self._max_splits, dtype=torch.int32, device=context.device)
         if decode and self._cores and rows:
             heads, room = context.heads, max(SCHEDULED, 1 << (rows - 1).bit_length())
             schedule = self._schedule.get_num_kv_splits_triton
-            schedule[(1,)](splits, kept, rows, 1, heads.q, heads.kv, MAX_KV_SPLITS, self._cores, MAX_NUM_SEQ=room)
+            schedule[(1,)](splits, kept, rows, 1, heads.q, heads.kv, self._max_splits, self._cores, MAX_NUM_SEQ=room)
         return Rail(indptr, indices, offsets, splits)
 
     def _draft_mask(self, batch: Batch, prefix: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,7 +143,7 @@ class SglTriton(AttentionBackend):
             options.update(score_mod=self._score_mod.relative_bias_score_mod, aux_tensors=[meta.bias])
         if batch.forward_mode is ForwardMode.DECODE:
             self._decode.decode_attention_fwd(
-                q, keys, values, out, rail.kv_indptr, rail.kv_indices, meta.logits, meta.lse, rail.splits, MAX_KV_SPLITS,
+                q, keys, values, out, rail.kv_indptr, rail.kv_indices, meta.logits, meta.lse, rail.splits, self._max_splits,
                 context.scale, 1.0, 1.0, use_pdl=self._early_launch, **options,
             )  # fmt: skip
             return out
@@ -174,14 +175,14 @@ class SglTriton(AttentionBackend):
                     (starts * int(decode)).int(),
                     zeros(size * max_seq_len, dtype=torch.int64),
                     zeros(size, dtype=torch.int32),
-                    torch.full((size,), MAX_KV_SPLITS, dtype=torch.int32, device=device),
+                    torch.full((size,), self._max_splits, dtype=torch.int32, device=device),
                 )
                 for window in dict.fromkeys(context.windows)
             }
             bias = self._behind
             if bias is not None:
                 bias = bias.expand(size, *bias.shape) if decode else zeros(size * width, *bias.shape)
-            splits = (size if decode else 0, context.heads.q, MAX_KV_SPLITS)
+            splits = (size if decode else 0, context.heads.q, self._max_splits)
             self._static[size] = SglMetadata(
                 rails,
                 starts * width,
@@ -243,12 +244,66 @@ def _device_facts() -> ModuleType:
     return made
 
 
+def _window_hides_by_index(case: Case, mode: RunnerMode) -> bool:
+    """Whether some key lies within a draft token's window by its depth, but outside it by its index."""
+    if case.forward is not ForwardMode.TARGET_VERIFY or case.window is None:
+        return False
+    for request, prefix in enumerate(case.prefix_lens):
+        depths, tree = case.depths(request), case.tree(request)
+        for draft, depth in enumerate(depths):
+            ancestor, keys = tree[draft], [(key, key) for key in range(max(0, prefix + depth - case.window + 1), prefix)]
+            while ancestor >= 0:
+                keys.append((prefix + ancestor, prefix + depths[ancestor]))
+                ancestor = tree[ancestor]
+            if any(prefix + draft - index >= case.window > prefix + depth - position for index, position in keys):
+                return True
+    return False
+
+
+def _interpreter_limits(case: Case) -> Deferred | None:
+    if case.dtype == "bf16" and case.num_tokens:
+        return Deferred(
+            "Triton's interpreter multiplies the bit patterns of bf16", issue="triton/runtime/interpreter.py: bfloat16 is stored as uint16"
+        )
+    return None
+
+
+def _by_elements(case: Case) -> bool:
+    """Decode with a key/value head for every query head takes a kernel without matrix products."""
+    return case.forward is ForwardMode.DECODE and case.heads.group == 1
+
+
+ROUNDING = (
+    RoundingStep(
+        "products of a query's and a key's elements in the input dtype",
+        "decode_attention.py, _fwd_kernel_stage1: qk = tl.sum((q[None, :] * k).to(tl.float32), 1)",
+        lambda case, device: _by_elements(case) and case.dtype != "fp32",
+    ),
+    RoundingStep(
+        "products of factors cut to TF32",
+        "extend_attention.py, _fwd_kernel, and decode_attention.py, _fwd_grouped_kernel_stage1: tl.dot of float32 operands",
+        lambda case, device: device == "cuda" and case.dtype == "fp32" and not _by_elements(case),
+    ),
+)
+
+
 register(
     Row(
         name="sgl-triton",
         kind=AttentionKind.SOFTMAX,
         create=SglTriton,
-        conventions=Conventions(window="exclusive"),
+        capabilities=Capabilities(
+            interpreter_limits=_interpreter_limits,  # type: ignore[arg-type]  # wrong there without a refusal
+            known_faults=(
+                KnownFault(
+                    _window_hides_by_index,
+                    finding="sgl_triton_window_counts_draft_index",
+                    diagnosis="X35",
+                    reason="the window of a draft token is counted from its index among the drafts, not from its depth in the tree",
+                ),
+            ),
+        ),
+        conventions=Conventions(window="exclusive", rounding=ROUNDING),
         distributions=("sglang", "triton"),
         interpreted=True,
         summary="SGLang's Triton extend and split-KV decode kernels",
