@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
-from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.harness import wheel_modules
+from attnmatrix.harness import draft_masks, wheel_modules
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
 from attnmatrix.harness.capabilities import Capabilities, Conventions, Deferred, KnownFault, RoundingStep
+from attnmatrix.harness.draft_masks import draft_bias, draft_mask, starts_of, window_hides_by_index
 from attnmatrix.harness.interpreter import prepare_triton
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
@@ -75,10 +75,14 @@ class SglTriton(AttentionBackend):
         prefix = batch.seq_lens if batch.forward_mode.seq_lens_is_prefix else batch.seq_lens - new
         splits = rows if batch.forward_mode is ForwardMode.DECODE else 0
         drafts = batch.forward_mode is ForwardMode.TARGET_VERIFY and batch.drafts is not None and batch.num_tokens > 0
-        mask, mask_indptr = self._draft_mask(batch, prefix, new) if drafts else (None, None)
+        mask, mask_indptr = draft_mask(batch, prefix, new) if drafts else (None, None)
         bias = self._behind
         if bias is not None:
-            bias = self._draft_bias(batch, prefix) if drafts else bias.expand(batch.num_tokens, *bias.shape)
+            bias = (
+                draft_bias(batch, prefix, context.alibi_slopes, context.max_seq_len)
+                if drafts
+                else bias.expand(batch.num_tokens, *bias.shape)
+            )
         batch.attn_metadata = SglMetadata(
             rails={window: self._rail(batch, prefix, window) for window in dict.fromkeys(context.windows)},
             qo_indptr=batch.cu_seqlens_q.long(),
@@ -96,7 +100,7 @@ class SglTriton(AttentionBackend):
         decode = batch.forward_mode is ForwardMode.DECODE
         reads = prefix + 1 if decode else prefix
         kept = reads if window is None else reads.clamp(max=window + 1 if decode else window)
-        indptr, offsets = _starts(kept).int(), reads - kept
+        indptr, offsets = starts_of(kept).int(), reads - kept
         indices = torch.empty(int(indptr[-1]), dtype=torch.int64, device=context.device)
         if len(indices):
             build = self._kv_indices.create_flashinfer_kv_indices_triton
@@ -107,26 +111,6 @@ class SglTriton(AttentionBackend):
             schedule = self._schedule.get_num_kv_splits_triton
             schedule[(1,)](splits, kept, rows, 1, heads.q, heads.kv, self._max_splits, self._cores, MAX_NUM_SEQ=room)
         return Rail(indptr, indices, offsets, splits)
-
-    def _draft_mask(self, batch: Batch, prefix: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Per request a row for each draft token: all cached keys, then its ancestors and itself."""
-        assert batch.drafts is not None
-        ancestors, request = batch.drafts.ancestors, _request_of(batch)
-        column = torch.arange(max(batch.kv_lens), device=self.context.device) - prefix[request][:, None]
-        draft = column.clamp(0, ancestors.shape[1] - 1)
-        seen = (column < 0) | ancestors.gather(1, draft)
-        return seen[column < new[request][:, None]].to(torch.uint8), _starts((prefix + new).long() * new)
-
-    def _draft_bias(self, batch: Batch, prefix: Tensor) -> Tensor:
-        """The kernel counts the distance of two drafts by their order, ALiBi by their depth."""
-        context, request, tokens = self.context, _request_of(batch), batch.num_tokens
-        assert context.alibi_slopes is not None
-        first = batch.cu_seqlens_q[request]
-        order = torch.arange(tokens, device=context.device) - first
-        behind = order[:, None] - torch.arange(context.max_seq_len, device=context.device)  # index among the drafts of a key so far behind
-        own = batch.positions[(first[:, None] + behind).clamp(0, max(0, tokens - 1)).long()]
-        position = torch.where(behind < 0, prefix[request][:, None] + behind, own)
-        return context.alibi_slopes[None, :, None] * (position - batch.positions[:, None])[:, None]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
         context, meta = self.context, batch.attn_metadata
@@ -203,7 +187,7 @@ class SglTriton(AttentionBackend):
             for name in (field.name for field in fields(Rail)):
                 _copy_first(getattr(rail, name), getattr(fresh.rails[window], name))
         static.qo_indptr.copy_(fresh.qo_indptr)
-        if static.mask is not None:
+        if static.mask is not None and static.mask_indptr is not None:
             _copy_first(static.mask, fresh.mask)
             static.mask_indptr.copy_(fresh.mask_indptr)
             if static.bias is not None:
@@ -212,17 +196,6 @@ class SglTriton(AttentionBackend):
 
 def _copy_first(static: Tensor, fresh: Tensor) -> None:
     static[: len(fresh)].copy_(fresh)
-
-
-def _starts(lengths: Tensor) -> Tensor:
-    """int64 ``[R + 1]``: where each of ``lengths`` ``[R]`` begins when they lie one behind the other."""
-    return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
-
-
-def _request_of(batch: Batch) -> Tensor:
-    """int64 ``[T]``: the request of each new token."""
-    tokens = torch.arange(batch.num_tokens, device=batch.cu_seqlens_q.device)
-    return torch.searchsorted(batch.cu_seqlens_q.long(), tokens, right=True) - 1
 
 
 def core_count(device: Device) -> int:
@@ -242,22 +215,6 @@ def _device_facts() -> ModuleType:
     }
     vars(made).update(facts)
     return made
-
-
-def _window_hides_by_index(case: Case, mode: RunnerMode) -> bool:
-    """Whether some key lies within a draft token's window by its depth, but outside it by its index."""
-    if case.forward is not ForwardMode.TARGET_VERIFY or case.window is None:
-        return False
-    for request, prefix in enumerate(case.prefix_lens):
-        depths, tree = case.depths(request), case.tree(request)
-        for draft, depth in enumerate(depths):
-            ancestor, keys = tree[draft], [(key, key) for key in range(max(0, prefix + depth - case.window + 1), prefix)]
-            while ancestor >= 0:
-                keys.append((prefix + ancestor, prefix + depths[ancestor]))
-                ancestor = tree[ancestor]
-            if any(prefix + draft - index >= case.window > prefix + depth - position for index, position in keys):
-                return True
-    return False
 
 
 def _interpreter_limits(case: Case) -> Deferred | None:
@@ -296,7 +253,7 @@ register(
             interpreter_limits=_interpreter_limits,  # type: ignore[arg-type]  # wrong there without a refusal
             known_faults=(
                 KnownFault(
-                    _window_hides_by_index,
+                    window_hides_by_index,
                     finding="sgl_triton_window_counts_draft_index",
                     diagnosis="X35",
                     reason="the window of a draft token is counted from its index among the drafts, not from its depth in the tree",
@@ -308,6 +265,6 @@ register(
         interpreted=True,
         summary="SGLang's Triton extend and split-KV decode kernels",
         source=__file__,
-        more_sources=(wheel_modules.__file__,),
+        more_sources=(wheel_modules.__file__, draft_masks.__file__),
     )
 )
