@@ -77,7 +77,7 @@ class SglTriton(AttentionBackend):
         drafts = batch.forward_mode is ForwardMode.TARGET_VERIFY and batch.drafts is not None and batch.num_tokens > 0
         mask, mask_indptr = draft_mask(batch, prefix, new) if drafts else (None, None)
         bias = self._behind
-        if bias is not None:
+        if bias is not None and context.alibi_slopes is not None:
             bias = (
                 draft_bias(batch, prefix, context.alibi_slopes, context.max_seq_len)
                 if drafts
