@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnmatrix.harness.baseline import softmax_baseline
+from attnmatrix.harness.baseline import score_baseline, softmax_baseline
 from attnmatrix.harness.online_softmax import Arithmetic, added_at_once, furthest, rounded_after_use, rounded_and_split
 
 PARTIAL_SUMS = "partial sums of 32 key dims in the input dtype"
@@ -18,6 +18,7 @@ SINK_RESCALE = "output rounded once before the sink rescales it"
 ROUNDED_AFTER_USE = "running sum and output in the input dtype, the running maximum rounded after its use"
 ROUNDED_AND_SPLIT = "scores, running state and results of splits in the input dtype"
 WEIGHTS_ADDED = "weights of a page added one by one in the input dtype"
+ELEMENT_PRODUCTS = "products of a query's and a key's elements in the input dtype"
 
 CHUNK = 32  # tokens that Lightning's prefill kernels take at a time
 KEY_SPLIT = 32  # key dims per partial sum
@@ -35,20 +36,68 @@ class ChunkedDecay:
 def softmax_rounded(steps: Collection[str]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The softmax baseline under the named steps; called as :func:`softmax_baseline` plus the case's ``page_size`` and its ``longest`` KV
     length."""
-    _check(steps, (ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT, WEIGHTS_ADDED, TF32_PRODUCTS, SINK_RESCALE))
+    _check(steps, (ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT, WEIGHTS_ADDED, TF32_PRODUCTS, SINK_RESCALE, ELEMENT_PRODUCTS))
     cut = _tf32 if TF32_PRODUCTS in steps else _exact
     models = [model for name, model in ((ROUNDED_AFTER_USE, rounded_after_use), (ROUNDED_AND_SPLIT, rounded_and_split)) if name in steps]
     inner: Callable[..., tuple[Tensor, Tensor]] = _textbook
     if models:
         with_order = partial(furthest, models[0], cut) if WEIGHTS_ADDED in steps else partial(models[0], Arithmetic(cut, added_at_once))
         inner = partial(_without_sinks, with_order)
-    elif TF32_PRODUCTS in steps or WEIGHTS_ADDED in steps:
-        raise ValueError("only the models of a running state know cut products and added weights")
+    elif WEIGHTS_ADDED in steps:
+        raise ValueError("only the models of a running state know added weights")
+    elif TF32_PRODUCTS in steps:
+        inner = _products_cut
+    elif ELEMENT_PRODUCTS in steps:
+        inner = _elements_rounded
     return partial(_sink_rescaled, inner) if SINK_RESCALE in steps else inner
 
 
 def _textbook(*args: Tensor, page_size: int, longest: int, **options: object) -> tuple[Tensor, Tensor]:
     return softmax_baseline(*args, **options)  # type: ignore[arg-type]
+
+
+def _products_cut(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    *,
+    page_size: int,
+    longest: int,
+    sinks: Tensor | None = None,
+    **options: object,
+) -> tuple[Tensor, Tensor]:
+    """All factors are cut to TF32, the weights before they are divided by their float32 sum."""
+    score = score_baseline(_tf32(q), _tf32(k), mask, scale, **options)  # type: ignore[arg-type]
+    lse = torch.logsumexp(score, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.expand_as(lse))
+    peak = score.amax(dim=-1).nan_to_num(neginf=0.0)
+    values = _tf32(v).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    out = torch.einsum("nhk,khd->nhd", _tf32(torch.exp(score - peak[..., None])), values) * torch.exp(peak - lse)[..., None]
+    return torch.where(torch.isfinite(lse)[..., None], out, 0.0).to(q.dtype), lse
+
+
+def _elements_rounded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    *,
+    page_size: int,
+    longest: int,
+    distance: Tensor | None = None,
+    **options: object,
+) -> tuple[Tensor, Tensor]:
+    """Each product of elements is rounded before the float32 sum over the head dim; as many key/value heads as query heads."""
+    parts = []
+    for row in range(len(q)):
+        one, behind = slice(row, row + 1), None if distance is None else distance[row : row + 1]
+        parts.append(softmax_baseline(torch.ones_like(q[one]), q[one] * k, v, mask[one], scale, distance=behind, **options))  # type: ignore[arg-type]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(lses)
 
 
 def _without_sinks(

@@ -19,6 +19,7 @@ _REFERENCES = {AttentionKind.SOFTMAX: ("softmax", "visibility", "slopes"), Atten
 _APART = (
     *("adapted_modes", "backend", "coverage", "hybrid", "lazy", "registry", "row_suite"),  # say what is run, not how it is judged
     *("diagnose", "forced", "locate", "matching"),  # explain a verdict that stands
+    *("draft_masks", "wheel_modules"),  # count for the rows that name them among their sources
     *("online_softmax", "rounding"),  # count for the rows that name a rounding step: see run.cell_fingerprint
 )
 _RUNNERS = {

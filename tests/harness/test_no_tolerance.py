@@ -69,7 +69,9 @@ def test_the_factor_is_set_in_one_place() -> None:
         (AttentionKind.LIGHTNING, RunnerMode.VERIFY, "lightning-target_verify-p1-prefix7.9-new3.3-h3x3x128-bf16-shuffled"),
     ],
 )
-def test_an_infinite_limit_makes_a_cell_vacuous(kind: AttentionKind, mode: RunnerMode, case_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_infinite_limit_makes_a_cell_vacuous(
+    kind: AttentionKind, mode: RunnerMode, case_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row, case = find_row("torch", kind), parse_case(case_id)
     assert run_cell(row, mode, case, CPU).status == "pass"
 

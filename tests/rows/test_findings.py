@@ -32,6 +32,7 @@ SHOWN = {
         "the state after the draft token, in the live slot",
         "the state after the draft token, in caches",
     ),
+    "sgl_triton_window_counts_draft_index": ("by index", "by depth"),
 }
 
 

@@ -34,6 +34,7 @@ ROWS = (
     *(("conch", case) for case in SOFTMAX_CASES),
     *(("flex", case) for case in SOFTMAX_CASES),
     *(("seg_la", case) for case in LIGHTNING_CASES),
+    *(("sgl-triton", case) for case in SOFTMAX_CASES),
 )
 
 

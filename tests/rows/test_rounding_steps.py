@@ -15,6 +15,7 @@ from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.cell import run_cell
 from attnmatrix.harness.registry import Row, find_row
 from attnmatrix.harness.rounding import (
+    ELEMENT_PRODUCTS,
     PARTIAL_SUMS,
     ROUNDED_AFTER_USE,
     ROUNDED_AND_SPLIT,
@@ -28,6 +29,7 @@ from attnmatrix.references.decayed_state import decayed_state_attention
 
 NEEDED = (
     ("seg_la", AttentionKind.LIGHTNING, "lightning-extend-p16-prefix0.8-new9.4-h1x1x128-bf16-shuffled"),
+    ("sgl-triton", AttentionKind.SOFTMAX, "decode-p16-prefix40.140-new1.1-h2x2x128-fp16-shuffled-gain4"),
     ("conch", AttentionKind.SOFTMAX, "decode-p16-prefix40.140-new1.1-h2x1x64-fp16-shuffled"),
 )
 
@@ -69,6 +71,25 @@ def test_running_state_in_bf16_is_further_off_than_the_textbook(step: str) -> No
     exact = softmax_baseline(*(t.double() for t in (q, k, v)), mask, 0.2)[0]
     rounded = softmax_rounded([step])(q, k, v, mask, 0.2, page_size=16, longest=70)[0]
     assert (rounded - exact).norm() > 1.5 * (softmax_baseline(q, k, v, mask, 0.2)[0] - exact).norm()
+
+
+def test_element_products_in_float32_are_the_textbook_softmax_and_in_bf16_further_off() -> None:
+    for dtype, low, high in ((torch.float32, 0.0, 1e-5), (torch.bfloat16, 1.5, 20.0)):
+        q, k, v, mask = inputs(dtype)
+        k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+        exact = softmax_baseline(*(t.double() for t in (q, k, v)), mask, 2.0)[0]
+        rounded = softmax_rounded([ELEMENT_PRODUCTS])(q, k, v, mask, 2.0, page_size=16, longest=70)[0]
+        size = exact if dtype is torch.float32 else softmax_baseline(q, k, v, mask, 2.0)[0] - exact
+        assert low <= (rounded - exact).norm() / size.norm() < high
+
+
+def test_cut_products_stray_as_far_as_tf32_and_keep_sinks() -> None:
+    q, k, v, mask = inputs(torch.float32)
+    for sinks in (None, torch.tensor([0.5, -1.0, 2.0, 0.0])):
+        exact, exact_lse = softmax_baseline(q, k, v, mask, 0.2, sinks=sinks)
+        cut, lse = softmax_rounded([TF32_PRODUCTS])(q, k, v, mask, 0.2, page_size=16, longest=70, sinks=sinks)
+        assert 1e-5 < (cut - exact).norm() / exact.norm() < 3e-3
+        torch.testing.assert_close(lse, exact_lse, rtol=0, atol=1e-2)
 
 
 def test_weights_added_one_by_one_stray_further_and_stay_a_sum() -> None:
@@ -122,7 +143,11 @@ def test_an_unknown_step_is_named_with_the_known_ones() -> None:
 
 
 def test_a_step_is_a_name_without_a_number() -> None:
-    for row in (find_row("conch", AttentionKind.SOFTMAX), find_row("seg_la", AttentionKind.LIGHTNING)):
+    for row in (
+        find_row("conch", AttentionKind.SOFTMAX),
+        find_row("sgl-triton", AttentionKind.SOFTMAX),
+        find_row("seg_la", AttentionKind.LIGHTNING),
+    ):
         assert isinstance(row.conventions, Conventions)
         for step in row.conventions.rounding:
             assert step.citation
