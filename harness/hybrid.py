@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attnmatrix.cases.case import ForwardMode
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
-from attnmatrix.harness.capabilities import Claim, Claims, KnownFault
+from attnmatrix.harness.capabilities import Claim, Claims, Conventions, KnownFault, RoundingStep
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.registry import Row, UsageError, find_rows
 
@@ -24,11 +24,15 @@ DECODE_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT
 
 
 class HybridBackend(AttentionBackend):
-    """Dispatches each batch by its forward mode; graph hooks go to the decode side."""
+    """Dispatches each batch by its forward mode; graph hooks go to the side of the forward mode that graphs are captured for.
+
+    Outputs are per head, whatever a side's convention is.
+    """
 
     def __init__(self, context: Context, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         super().__init__(context)
         self.prefill, self.decode = prefill, decode
+        self.captured = self.side(context.forward_mode)
 
     def side(self, forward_mode: ForwardMode) -> AttentionBackend:
         return self.decode if forward_mode in DECODE_MODES else self.prefill
@@ -37,16 +41,17 @@ class HybridBackend(AttentionBackend):
         self.side(batch.forward_mode).prepare_metadata(batch)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
-        return self.side(batch.forward_mode).forward(q, k, v, layer_id, batch)
+        out = self.side(batch.forward_mode).forward(q, k, v, layer_id, batch)
+        return out.view(q.shape) if out.shape == (q.shape[0], q.shape[1] * q.shape[2]) else out
 
     def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
-        self.decode.init_capture_graph(max_seq_len, batch_sizes)
+        self.captured.init_capture_graph(max_seq_len, batch_sizes)
 
     def prepare_for_capture(self, batch: Batch) -> None:
-        self.decode.prepare_for_capture(batch)
+        self.captured.prepare_for_capture(batch)
 
     def prepare_for_replay(self, batch: Batch) -> None:
-        self.decode.prepare_for_replay(batch)
+        self.captured.prepare_for_replay(batch)
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
         return self.side(batch.forward_mode).inspect_metadata(batch)
@@ -100,17 +105,44 @@ def _pair(name: str, prefill: Row, decode: Row) -> Row:
     return Row(
         name=name,
         kind=prefill.kind,
-        create=lambda context: HybridBackend(context, prefill.create(context), decode.create(context)),
+        create=lambda context: HybridBackend(context, prefill.create(context), decode.create(_counted_as(context, prefill, decode))),
         capabilities=PairCapabilities(prefill.capabilities, decode.capabilities),
-        conventions=prefill.conventions,
+        conventions=_conventions(prefill.conventions, decode.conventions),
         distributions=tuple(dict.fromkeys((*prefill.distributions, *decode.distributions))),
         devices=tuple(device for device in prefill.devices if device in decode.devices),
         interpreted=prefill.interpreted or decode.interpreted,
+        slow_on_cpu=prefill.slow_on_cpu or decode.slow_on_cpu,
         summary=f"prefill by {prefill.name}, decode by {decode.name}",
         source=prefill.source,
-        more_sources=(decode.source,),
+        more_sources=(decode.source, *prefill.more_sources, *decode.more_sources, __file__),
     )
 
 
 def _layouts(row: Row) -> tuple[str, str]:
     return row.conventions.kv_layout, row.conventions.state_layout
+
+
+def _counted_as(context: Context, prefill: Row, decode: Row) -> Context:
+    """The context with its windows, which are the prefill side's, as the decode side counts them."""
+    before = {"inclusive": 0, "exclusive": 1}
+    more = before[prefill.conventions.window] - before[decode.conventions.window]
+    return replace(context, windows=tuple(None if window is None else window + more for window in context.windows)) if more else context
+
+
+def _conventions(prefill: Conventions, decode: Conventions) -> Conventions:
+    """The prefill side's, with what both sides tolerate and each side's rounding steps on its own batches."""
+    steps = [_on_side(step, decode=False) for step in prefill.rounding] + [_on_side(step, decode=True) for step in decode.rounding]
+    return replace(
+        prefill,
+        output="per_head",
+        tail_may_hold_nan=prefill.tail_may_hold_nan and decode.tail_may_hold_nan,
+        unreferenced_may_hold_nan=prefill.unreferenced_may_hold_nan and decode.unreferenced_may_hold_nan,
+        padding_may_hold_nan=prefill.padding_may_hold_nan and decode.padding_may_hold_nan,
+        window_may_hold_nan=prefill.window_may_hold_nan and decode.window_may_hold_nan,
+        rounding=tuple(steps),
+    )
+
+
+def _on_side(step: RoundingStep, decode: bool) -> RoundingStep:
+    applies: Callable[[Case, str], bool] = step.applies
+    return replace(step, applies=lambda case, device: (case.forward in DECODE_MODES) is decode and applies(case, device))

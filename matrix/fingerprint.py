@@ -17,7 +17,7 @@ TOP = Path(__file__).resolve().parent.parent
 _CASES = ("case", "modes", "options", "placement", "schedule")
 _REFERENCES = {AttentionKind.SOFTMAX: ("softmax", "visibility", "slopes"), AttentionKind.LIGHTNING: ("decayed_state", "slopes")}
 _APART = (
-    *("adapted_modes", "backend", "coverage", "hybrid", "lazy", "registry", "row_suite"),  # say what is run, not how it is judged
+    *("adapted_modes", "backend", "choose", "coverage", "hybrid", "lazy", "registry", "row_suite"),  # say what is run, not how it is judged
     *("diagnose", "forced", "locate", "matching"),  # explain a verdict that stands
     *("online_softmax", "rounding"),  # count for the rows that name a rounding step: see run.cell_fingerprint
 )
