@@ -17,13 +17,15 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.options import DTYPES
 from attnmatrix.cases.suites import suite
 from attnmatrix.harness.capabilities import Supported
+from attnmatrix.harness.hybrid import shares_a_pool
 from attnmatrix.harness.lazy import torch
-from attnmatrix.harness.registry import ALIASES, AUTO, Row, UsageError, find_row, find_rows
+from attnmatrix.harness.registry import ALIASES, AUTO, Row, UsageError, find_row, find_rows, rows
 
 if TYPE_CHECKING:
     from attnmatrix.harness.backend import AttentionBackend
     from attnmatrix.harness.context import Context
 
+ANY = "*"
 HOPPER, BLACKWELL = 9, 10  # major compute capabilities
 
 
@@ -54,7 +56,12 @@ def resolve(name: str, place: Place, dtype: str, kind: AttentionKind = Attention
 
 
 def chosen_rows(name: str, place: Place) -> tuple[Row, ...]:
-    """The rows that ``name`` stands for; where that depends on the dtype, each is restricted to its own."""
+    """The rows that ``name`` stands for; where that depends on the dtype, each is restricted to its own.
+
+    ``*`` in a pair stands for every row that can run in ``place`` and shares a kind and a pool layout with the other side.
+    """
+    if ANY in name.split(","):
+        return _all_pairs(name, place)
     if name != AUTO:
         return find_rows(resolve(name, place, DTYPES[0]))
     found: list[Row] = []
@@ -64,6 +71,15 @@ def chosen_rows(name: str, place: Place) -> tuple[Row, ...]:
             own = tuple(dtype for dtype in DTYPES if names[dtype] == chosen)
             found.append(replace(find_row(chosen, kind), dtypes=own if len(own) < len(DTYPES) else None))
     return tuple(found)
+
+
+def _all_pairs(name: str, place: Place) -> tuple[Row, ...]:
+    runnable = tuple(dict.fromkeys(row.name for row in rows() if why_not_runnable(row, place) is None))
+    sides = [runnable if part == ANY else (resolve(part, place, DTYPES[0]),) for part in name.split(",")]
+    if len(sides) != 2:
+        raise UsageError(f"{ANY!r} stands for one side of a pair '{ANY},decode', 'prefill,{ANY}' or '{ANY},{ANY}', got {name!r}")
+    pairs = [f"{first},{second}" for first in sides[0] for second in sides[1] if first != second]
+    return tuple(row for pair in pairs if shares_a_pool(*pair.split(",")) for row in find_rows(pair))
 
 
 def why_not_runnable(row: Row, place: Place) -> str | None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from attnmatrix.cases.case import ForwardMode
 from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.cases.schedule import schedule
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
-from attnmatrix.harness.capabilities import Claim, Claims, Conventions, KnownFault, RoundingStep
+from attnmatrix.harness.capabilities import Claim, Claims, Conventions, KnownFault, RoundingStep, Supported, claimed_batches
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.registry import Row, UsageError, find_rows
 
@@ -73,13 +74,24 @@ class PairCapabilities:
         return self.prefill.batch_invariant and self.decode.batch_invariant
 
     def claim(self, mode: RunnerMode, case: Case, device: str) -> Claim:
-        return self._side(case).claim(mode, case, device)
+        """The first limit that one of the cell's batches meets on its own side."""
+        claims = [self._side(batch).claim(_own(mode), batch, device) for batch in claimed_batches(mode, case)]
+        return next((claim for claim in claims if not isinstance(claim, Supported)), claims[0])
 
     def known_fault(self, mode: RunnerMode, case: Case) -> KnownFault | None:
-        return self._side(case).known_fault(mode, case)
+        batches = (case, *schedule(case, mode).batches)
+        return next((found for batch in batches if (found := self.fault_of(mode, batch)) is not None), None)
+
+    def fault_of(self, mode: RunnerMode, batch: Case) -> KnownFault | None:
+        return self._side(batch).fault_of(_own(mode), batch)
 
     def _side(self, case: Case) -> Claims:
         return self.decode if case.forward in DECODE_MODES else self.prefill
+
+
+def _own(mode: RunnerMode) -> RunnerMode:
+    """The mode in which one side runs its batches: those of a handoff are eager ones."""
+    return RunnerMode.EAGER if mode is RunnerMode.HANDOFF else mode
 
 
 def hybrid_rows(name: str) -> tuple[Row, ...]:
@@ -97,6 +109,12 @@ def hybrid_rows(name: str) -> tuple[Row, ...]:
     if not pairs:
         raise UsageError(f"hybrid backend {name!r}: the two share no attention kind")
     return tuple(_pair(name, a, b) for a, b in pairs)
+
+
+def shares_a_pool(prefill: str, decode: str) -> bool:
+    """Whether two rows make a pair: a kind of attention in common, and equal pool layouts in every kind in common."""
+    pairs = [(a, b) for a in find_rows(prefill) for b in find_rows(decode) if a.kind is b.kind]
+    return bool(pairs) and all(_layouts(a) == _layouts(b) for a, b in pairs)
 
 
 def _pair(name: str, prefill: Row, decode: Row) -> Row:

@@ -14,7 +14,7 @@ from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 
 TOP = Path(__file__).resolve().parent.parent
-_CASES = ("case", "modes", "options", "placement", "schedule")
+_CASES = ("case", "handoff", "modes", "options", "placement", "schedule")
 _REFERENCES = {AttentionKind.SOFTMAX: ("softmax", "visibility", "slopes"), AttentionKind.LIGHTNING: ("decayed_state", "slopes")}
 _APART = (
     *("adapted_modes", "backend", "choose", "coverage", "hybrid", "lazy", "registry", "row_suite"),  # say what is run, not how it is judged
@@ -28,6 +28,7 @@ _RUNNERS = {
     RunnerMode.VERIFY_CG: ("decode_graph",),
     RunnerMode.PCG_EXTEND: ("piecewise",),
     RunnerMode.BCG_EXTEND: ("breakable",),
+    RunnerMode.HANDOFF: ("handoff",),
 }
 
 
