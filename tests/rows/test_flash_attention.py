@@ -60,7 +60,13 @@ OPTIONS = (
     ("fa4", EAGER, "extend-p16-prefix0.20-new8.3-h4x2x32-bf16-shuffled-sinks"),
     ("fa4", CG, "decode-p1-prefix20.9-new1.1-h4x2x32-bf16-shuffled-sinks"),
 )
-TRIED = [(name, mode, case.format(page=PAGES[name])) for name in ROWS for mode, case in CELLS] + list(OPTIONS)
+ENOUGH = (0, 3, 4, 7, 11, 13)  # of CELLS, for a row whose calls differ from fa2's in one argument list
+TRIED = [
+    (name, mode, case.format(page=PAGES[name]))
+    for name in ROWS
+    for number, (mode, case) in enumerate(CELLS)
+    if name != "torch-varlen" or number in ENOUGH
+] + list(OPTIONS)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +79,14 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(name: str, mode: RunnerMode, case: str, create: Callable[[Context], AttentionBackend] | None = None) -> CellResult:
     row = find_row(name, AttentionKind.SOFTMAX)
-    row = replace(row, create=create or row.create, devices=("cpu",), source=__file__ if create else row.source, distributions=("torch",))
+    row = replace(
+        row,
+        create=create or row.create,
+        devices=("cpu",),
+        slow_on_cpu=True,
+        source=__file__ if create else row.source,
+        distributions=("torch",),
+    )
     torch.set_num_threads(1)
     return run_cell(row, mode, parse_case(case), CPU, controls=(), full=False)
 
@@ -143,7 +156,7 @@ MISTAKES = (
 )
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", ["fa2", "fa4"])
 @pytest.mark.parametrize(("mistake", "mode", "case"), MISTAKES, ids=[f"{m[0].__name__}-{m[1].value}" for m in MISTAKES])
 def test_a_mistake_of_the_adapter_is_red(name: str, mistake: type[PagedKernel], mode: RunnerMode, case: str) -> None:
     module, double = ROWS[name]
