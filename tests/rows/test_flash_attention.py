@@ -88,7 +88,7 @@ def run(name: str, mode: RunnerMode, case: str, create: Callable[[Context], Atte
         distributions=("torch",),
     )
     torch.set_num_threads(1)
-    return run_cell(row, mode, parse_case(case), CPU, controls=(), full=False)
+    return run_cell(row, mode, parse_case(case), CPU, controls=(), full=False, diagnosed=create is None)
 
 
 @pytest.mark.parametrize(("name", "mode", "case"), TRIED, ids=[f"{n}-{m.value}-{c}" for n, m, c in TRIED])
