@@ -21,7 +21,7 @@ def test_cell(cell: CellId, cell_device: str, request: pytest.FixtureRequest) ->
             record = run_and_record(cell, cell_device, request.config.getoption("--full"))
     except DeviceLost as error:
         record = crash_record(cell, cell_device, lost_reason(error))
-        request.session.shouldstop = f"{record.reason}; cells after it were not run (use -n 1 to run each after a crash in a fresh process)"
+        request.session.shouldfail = f"{record.reason}; cells after it were not run (use -n 1 to run each after a crash in a fresh process)"
     request.node.user_properties.append(RECORD_KEY.pair(record))
     if record.status not in AS_DECLARED:
         from attnmatrix.matrix.explain import failure_message
