@@ -89,6 +89,19 @@ def uniform_extends(kind: AttentionKind) -> tuple[Case, ...]:
     )
 
 
+def conversations(kind: AttentionKind) -> tuple[Case, ...]:
+    """Prompts that later steps go on with: ends before, at and behind a page edge, pages of 1, 16 and 256, a prefix hit, a window."""
+    cases = [
+        extend(16, (0, 0, 0), (15, 16, 30), kind, name="handoff_prompts"),
+        extend(1, (0, 0), (5, 9), kind, scratch=Scratch.FIRST, name="handoff_page1"),
+        extend(256, (0, 0), (255, 40), kind, name="handoff_page256"),
+        extend(16, (0, 20), (18, 7), kind, name="handoff_prefix"),
+    ]
+    if kind is AttentionKind.SOFTMAX:
+        cases.append(extend(16, (0, 0), (9, 33), kind, window=16, name="handoff_window"))
+    return tuple(cases)
+
+
 def long_contexts(kind: AttentionKind, lengths: Iterable[int] = (1000, 4000)) -> tuple[Case, ...]:
     """Long cached prefixes with a short new part."""
     cases: list[Case] = []

@@ -1,4 +1,4 @@
-"""The twelve runner modes: the columns of the matrix."""
+"""The runner modes: the columns of the matrix."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class RunnerMode(str, Enum):
     EAGLE_DRAFT = "eagle_draft"
     EAGLE_DE = "eagle_de"
     FKVMTP = "fkvmtp"
+    HANDOFF = "handoff"
 
     @property
     def column(self) -> str:
@@ -30,7 +31,7 @@ class RunnerMode(str, Enum):
     @property
     def uses_graph(self) -> bool:
         """Whether the adapter captures and replays a graph (CUDA graph, or the tape on a CPU)."""
-        return self not in (RunnerMode.EAGER, RunnerMode.VERIFY, RunnerMode.DE)
+        return self not in (RunnerMode.EAGER, RunnerMode.VERIFY, RunnerMode.DE, RunnerMode.HANDOFF)
 
     @property
     def pads_tokens(self) -> bool:
@@ -56,6 +57,7 @@ _COLUMNS = {
     RunnerMode.EAGLE_DRAFT: "EAGLE-draft",
     RunnerMode.EAGLE_DE: "EAGLE-DE",
     RunnerMode.FKVMTP: "FKVMTP",
+    RunnerMode.HANDOFF: "Handoff",
 }
 
 _FORWARD = {
@@ -71,4 +73,5 @@ _FORWARD = {
     RunnerMode.EAGLE_DRAFT: (ForwardMode.DECODE,),
     RunnerMode.EAGLE_DE: (ForwardMode.DRAFT_EXTEND,),
     RunnerMode.FKVMTP: (ForwardMode.DECODE,),
+    RunnerMode.HANDOFF: (ForwardMode.EXTEND,),
 }

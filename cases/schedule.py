@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from attnmatrix.cases.case import Case, ForwardMode
+from attnmatrix.cases.handoff import conversation
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.options import Tree
 
@@ -27,10 +28,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``captures``: the sizes captured, in requests or tokens; ``steps``: the batches run, in order."""
+    """``captures``: the sizes captured, in requests or tokens; ``steps``: the batches run, in order. ``continued``: each step goes on
+    with the requests of the one before, whose tokens it has cached; else every step has requests of its own."""
 
     captures: tuple[int, ...]
     steps: tuple[Step, ...]
+    continued: bool = False
 
     @property
     def batches(self) -> tuple[Case, ...]:
@@ -41,6 +44,11 @@ class Schedule:
         step = self.steps[0]
         return Schedule((step.padded,) if self.captures else (), (step,))
 
+    @property
+    def owners(self) -> tuple[Case, ...]:
+        """The batches whose requests, at their longest, own the pages of the pool."""
+        return self.batches[-1:] if self.continued else self.batches
+
 
 def schedule(case: Case, mode: RunnerMode) -> Schedule:
     """The batches of one cell. Deterministic in the case's content.
@@ -48,7 +56,10 @@ def schedule(case: Case, mode: RunnerMode) -> Schedule:
     Eager modes: the case and a sibling, to be prepared together before either runs. Graph modes: two captured sizes whose
     replays alternate. Those of each shrink, in requests and in lengths, and then grow; the smaller size pads as engines do,
     the larger one leaves stale rows. A lone request cannot become fewer, so its smaller size gets a fourth replay, before it.
+    Handoff: the turns of one conversation.
     """
+    if mode is RunnerMode.HANDOFF:
+        return Schedule((), tuple(Step(turn, 0) for turn in conversation(case)), continued=True)
     if not mode.uses_graph:
         return Schedule((), (Step(case, case.batch_size), Step(vary(case, max(1, case.batch_size), 1), 0)))
     size = case.batch_size

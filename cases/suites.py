@@ -45,6 +45,9 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from speculative.verify_windows()
             yield from speculative.verify_options()
         return
+    if mode is RunnerMode.HANDOFF:
+        yield from layouts.conversations(kind)
+        return
     if mode in (RunnerMode.DE, RunnerMode.DE_CG, RunnerMode.DE_V2_CG, RunnerMode.EAGLE_DE, RunnerMode.EAGLE_DRAFT, RunnerMode.FKVMTP):
         return
     if mode is RunnerMode.EAGER:

@@ -137,6 +137,8 @@ class Claims(Protocol):
 
     def known_fault(self, mode: RunnerMode, case: Case) -> KnownFault | None: ...
 
+    def fault_of(self, mode: RunnerMode, batch: Case) -> KnownFault | None: ...
+
 
 def no_limits(case: Case) -> None:
     """Every case is taken."""
@@ -162,14 +164,25 @@ class Capabilities:
     def claim(self, mode: RunnerMode, case: Case, device: str) -> Claim:
         """The claim for one cell on a ``device`` type: the mode's, narrowed by the package's limits and the interpreter's."""
         claim = self.modes.get(mode, Supported())
-        if isinstance(claim, Supported):
-            claim = self.why_not(case) or claim
-        if isinstance(claim, Supported):
-            limits = self.interpreter_limits if device == "cpu" else self.compiler_limits
-            claim = limits(case) or claim
+        for batch in claimed_batches(mode, case):
+            if isinstance(claim, Supported):
+                claim = self.why_not(batch) or claim
+            if isinstance(claim, Supported):
+                limits = self.interpreter_limits if device == "cpu" else self.compiler_limits
+                claim = limits(batch) or claim
         return claim
 
     def known_fault(self, mode: RunnerMode, case: Case) -> KnownFault | None:
         """The first fault that applies to the case or to a batch derived from it."""
         batches = (case, *schedule(case, mode).batches)
-        return next((fault for fault in self.known_faults if any(fault.applies(batch, mode) for batch in batches)), None)
+        return next((found for batch in batches if (found := self.fault_of(mode, batch)) is not None), None)
+
+    def fault_of(self, mode: RunnerMode, batch: Case) -> KnownFault | None:
+        """The first fault that applies to one batch."""
+        return next((fault for fault in self.known_faults if fault.applies(batch, mode)), None)
+
+
+def claimed_batches(mode: RunnerMode, case: Case) -> tuple[Case, ...]:
+    """The batches whose limits are the cell's: the case, and where its requests go on, every step."""
+    plan = schedule(case, mode) if mode is RunnerMode.HANDOFF else None
+    return plan.batches if plan is not None else (case,)

@@ -26,6 +26,7 @@ LONGEST = 20.0
 """Estimated seconds (see ``_seconds``) above which a case is not diagnosed."""
 UNEXPLAINED = "unexplained"
 OUT_OF_BOUNDS = "no diagnosis: a write out of bounds ended the run"
+CONTINUED = "no diagnosis: later steps go on with what a wrong one left"
 TOO_LARGE = "no diagnosis: the case is too large to try every fault on it"
 
 
@@ -50,8 +51,9 @@ class Diagnosis:
 
     @property
     def skipped(self) -> bool:
-        """Whether there was nothing to compare: the case is too large, or a write out of bounds ended the run."""
-        return self.why in (TOO_LARGE, OUT_OF_BOUNDS)
+        """Whether there was nothing to compare: the case is too large, a write out of bounds ended the run, or steps build on each
+        other."""
+        return self.why in (TOO_LARGE, OUT_OF_BOUNDS, CONTINUED)
 
     def confirms(self, declared: str) -> bool:
         """Whether a declared diagnosis, a fault's id or sentence or ``unexplained``, is what was found."""
@@ -76,6 +78,8 @@ def diagnose(row: Row, mode: RunnerMode, case: Case, device: torch.device, trial
     """What explains a failing ``trial``. The faults tried are those of the row's kind that apply to the case in this mode."""
     if isinstance(trial.error, OutOfBoundsWrite):
         return Diagnosis(why=OUT_OF_BOUNDS)
+    if mode is RunnerMode.HANDOFF:
+        return Diagnosis(why=CONTINUED)
     if trial.error is not None or not trial.outputs:
         return Diagnosis(why="no diagnosis: the run ended in an exception")
     if any(len(outputs) != len(trial.outputs[0]) for outputs in trial.outputs):

@@ -48,19 +48,41 @@ class StepData:
     prefixes: tuple[Prefix, ...]
 
 
+def extended(step: StepData, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Prefix, ...]:
+    """What each request has cached after a step that was given ``keys`` and ``values`` ``[T, Hkv, D]`` per layer, on the CPU; states
+    stay as they are."""
+    prefixes, start = [], 0
+    for before, new in zip(step.prefixes, step.case.new_lens, strict=True):
+        rows = slice(start, start + new)
+        start += new
+        cached = [
+            tuple(torch.cat([old, given[rows]]) for old, given in zip(drawn, now, strict=True))
+            for drawn, now in ((before.keys, keys), (before.values, values))
+            if drawn
+        ]
+        prefixes.append(Prefix(*cached) if cached else before)
+    return tuple(prefixes)
+
+
 class Draws:
     """Draws from one generator on the CPU, so that every device gets the same numbers."""
 
     def __init__(self, probe: Probe, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> None:
         self.probe, self.generator, self.dtype, self.device = probe, generator, dtype, device
 
-    def steps(self, batches: Sequence[Case]) -> tuple[StepData, ...]:
-        """The batches with their data; requests are numbered batch by batch."""
-        steps, start = [], 0
+    def steps(self, batches: Sequence[Case], continued: bool = False) -> tuple[StepData, ...]:
+        """The batches with their data; requests are numbered batch by batch. ``continued``: all batches are of the same requests, and
+        what a later one has cached is what was planned for those before."""
+        steps: list[StepData] = []
+        start = 0
         for batch in batches:
             requests = range(start, start + batch.batch_size)
-            start = requests.stop
-            prefixes = self._prefixes(batch)
+            start = 0 if continued else requests.stop
+            if continued and steps:
+                planned = steps[-1]
+                prefixes = extended(planned, [given.k.cpu() for given in planned.inputs], [given.v.cpu() for given in planned.inputs])
+            else:
+                prefixes = self._prefixes(batch)
             inputs = tuple(self._layer_inputs(batch, prefixes, layer) for layer in range(NUM_LAYERS))
             hidden = torch.randn(batch.num_tokens, HIDDEN, generator=self.generator).to(self.dtype).to(self.device)
             steps.append(StepData(batch, requests, hidden, inputs, prefixes))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attnmatrix.cases.case import ForwardMode
 from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.cases.schedule import schedule
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
-from attnmatrix.harness.capabilities import Claim, Claims, KnownFault
+from attnmatrix.harness.capabilities import Claim, Claims, Conventions, KnownFault, RoundingStep, Supported, claimed_batches
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.registry import Row, UsageError, find_rows
 
@@ -24,11 +25,15 @@ DECODE_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT
 
 
 class HybridBackend(AttentionBackend):
-    """Dispatches each batch by its forward mode; graph hooks go to the decode side."""
+    """Dispatches each batch by its forward mode; graph hooks go to the side of the forward mode that graphs are captured for.
+
+    Outputs are per head, whatever a side's convention is.
+    """
 
     def __init__(self, context: Context, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         super().__init__(context)
         self.prefill, self.decode = prefill, decode
+        self.captured = self.side(context.forward_mode)
 
     def side(self, forward_mode: ForwardMode) -> AttentionBackend:
         return self.decode if forward_mode in DECODE_MODES else self.prefill
@@ -37,7 +42,8 @@ class HybridBackend(AttentionBackend):
         self.side(batch.forward_mode).prepare_metadata(batch)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
-        return self.side(batch.forward_mode).forward(q, k, v, layer_id, batch)
+        out = self.side(batch.forward_mode).forward(q, k, v, layer_id, batch)
+        return out.view(q.shape) if out.shape == (q.shape[0], q.shape[1] * q.shape[2]) else out
 
     def forward_with_lse(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> tuple[Tensor, Tensor]:
         return self.side(batch.forward_mode).forward_with_lse(q, k, v, layer_id, batch)
@@ -47,13 +53,13 @@ class HybridBackend(AttentionBackend):
         return self.side(self.context.forward_mode).returns_lse
 
     def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
-        self.decode.init_capture_graph(max_seq_len, batch_sizes)
+        self.captured.init_capture_graph(max_seq_len, batch_sizes)
 
     def prepare_for_capture(self, batch: Batch) -> None:
-        self.decode.prepare_for_capture(batch)
+        self.captured.prepare_for_capture(batch)
 
     def prepare_for_replay(self, batch: Batch) -> None:
-        self.decode.prepare_for_replay(batch)
+        self.captured.prepare_for_replay(batch)
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
         return self.side(batch.forward_mode).inspect_metadata(batch)
@@ -75,13 +81,24 @@ class PairCapabilities:
         return self.prefill.batch_invariant and self.decode.batch_invariant
 
     def claim(self, mode: RunnerMode, case: Case, device: str) -> Claim:
-        return self._side(case).claim(mode, case, device)
+        """The first limit that one of the cell's batches meets on its own side."""
+        claims = [self._side(batch).claim(_own(mode), batch, device) for batch in claimed_batches(mode, case)]
+        return next((claim for claim in claims if not isinstance(claim, Supported)), claims[0])
 
     def known_fault(self, mode: RunnerMode, case: Case) -> KnownFault | None:
-        return self._side(case).known_fault(mode, case)
+        batches = (case, *schedule(case, mode).batches)
+        return next((found for batch in batches if (found := self.fault_of(mode, batch)) is not None), None)
+
+    def fault_of(self, mode: RunnerMode, batch: Case) -> KnownFault | None:
+        return self._side(batch).fault_of(_own(mode), batch)
 
     def _side(self, case: Case) -> Claims:
         return self.decode if case.forward in DECODE_MODES else self.prefill
+
+
+def _own(mode: RunnerMode) -> RunnerMode:
+    """The mode in which one side runs its batches: those of a handoff are eager ones."""
+    return RunnerMode.EAGER if mode is RunnerMode.HANDOFF else mode
 
 
 def hybrid_rows(name: str) -> tuple[Row, ...]:
@@ -101,23 +118,56 @@ def hybrid_rows(name: str) -> tuple[Row, ...]:
     return tuple(_pair(name, a, b) for a, b in pairs)
 
 
+def shares_a_pool(prefill: str, decode: str) -> bool:
+    """Whether two rows make a pair: a kind of attention in common, and equal pool layouts in every kind in common."""
+    pairs = [(a, b) for a in find_rows(prefill) for b in find_rows(decode) if a.kind is b.kind]
+    return bool(pairs) and all(_layouts(a) == _layouts(b) for a, b in pairs)
+
+
 def _pair(name: str, prefill: Row, decode: Row) -> Row:
     if _layouts(prefill) != _layouts(decode):
         raise UsageError(f"hybrid backend {name!r}: {_layouts(prefill)} and {_layouts(decode)} pools cannot be shared")
     return Row(
         name=name,
         kind=prefill.kind,
-        create=lambda context: HybridBackend(context, prefill.create(context), decode.create(context)),
+        create=lambda context: HybridBackend(context, prefill.create(context), decode.create(_counted_as(context, prefill, decode))),
         capabilities=PairCapabilities(prefill.capabilities, decode.capabilities),
-        conventions=prefill.conventions,
+        conventions=_conventions(prefill.conventions, decode.conventions),
         distributions=tuple(dict.fromkeys((*prefill.distributions, *decode.distributions))),
         devices=tuple(device for device in prefill.devices if device in decode.devices),
         interpreted=prefill.interpreted or decode.interpreted,
+        slow_on_cpu=prefill.slow_on_cpu or decode.slow_on_cpu,
         summary=f"prefill by {prefill.name}, decode by {decode.name}",
         source=prefill.source,
-        more_sources=(decode.source,),
+        more_sources=(decode.source, *prefill.more_sources, *decode.more_sources, __file__),
     )
 
 
 def _layouts(row: Row) -> tuple[str, str]:
     return row.conventions.kv_layout, row.conventions.state_layout
+
+
+def _counted_as(context: Context, prefill: Row, decode: Row) -> Context:
+    """The context with its windows, which are the prefill side's, as the decode side counts them."""
+    before = {"inclusive": 0, "exclusive": 1}
+    more = before[prefill.conventions.window] - before[decode.conventions.window]
+    return replace(context, windows=tuple(None if window is None else window + more for window in context.windows)) if more else context
+
+
+def _conventions(prefill: Conventions, decode: Conventions) -> Conventions:
+    """The prefill side's, with what both sides tolerate and each side's rounding steps on its own batches."""
+    steps = [_on_side(step, decode=False) for step in prefill.rounding] + [_on_side(step, decode=True) for step in decode.rounding]
+    return replace(
+        prefill,
+        output="per_head",
+        tail_may_hold_nan=prefill.tail_may_hold_nan and decode.tail_may_hold_nan,
+        unreferenced_may_hold_nan=prefill.unreferenced_may_hold_nan and decode.unreferenced_may_hold_nan,
+        padding_may_hold_nan=prefill.padding_may_hold_nan and decode.padding_may_hold_nan,
+        window_may_hold_nan=prefill.window_may_hold_nan and decode.window_may_hold_nan,
+        rounding=tuple(steps),
+    )
+
+
+def _on_side(step: RoundingStep, decode: bool) -> RoundingStep:
+    applies: Callable[[Case, str], bool] = step.applies
+    return replace(step, applies=lambda case, device: (case.forward in DECODE_MODES) is decode and applies(case, device))

@@ -75,10 +75,10 @@ def locate_worst(measurements: Iterable[Measurement], case: Case, mode: RunnerMo
     wrong = [m for m in measurements if m.error.numel() and float(m.ratio.max()) > 1]
     if not wrong:
         return None
-    batches = schedule(case, mode).batches
+    plan = schedule(case, mode)
     worst = max(wrong, key=lambda m: float(m.ratio.max()))
-    first_request = sum(batch.batch_size for batch in batches[: worst.step])
-    return locate(worst, batches[worst.step], plan_pool(batches), first_request)
+    first_request = 0 if plan.continued else sum(batch.batch_size for batch in plan.batches[: worst.step])
+    return locate(worst, plan.batches[worst.step], plan_pool(plan.owners), first_request)
 
 
 def _unravel(index: int, shape: tuple[int, ...]) -> list[int]:

@@ -18,6 +18,10 @@ from attnmatrix.harness.capabilities import Capabilities, Claims, Conventions
 from attnmatrix.harness.context import Context
 
 ENTRY_POINT_GROUP = "attnmatrix.backends"
+ALIASES = {"fa": ("fa3", "fa4", "fa2")}
+"""Names that stand for the first of some rows that can run; see ``choose``."""
+AUTO = "auto"
+"""The name that stands for the row or pair that suits the device and the dtype; see ``choose``."""
 
 
 class UsageError(ValueError):
@@ -31,7 +35,7 @@ class Row:
     ``create`` builds the backend and imports its package. ``distributions`` are the installed distributions it needs
     (absent: untested) and whose refusals count. ``devices`` are ``cpu`` and/or ``cuda``;
     ``interpreted`` marks Triton kernels that run in the interpreter on a CPU, ``slow_on_cpu`` others that are made to be compiled for a
-    GPU; both are sampled there (see ``row_suite``).
+    GPU; both are sampled there (see ``row_suite``). ``dtypes`` None: all; else its cells are those of the cases in these dtypes.
     """
 
     name: str
@@ -47,14 +51,11 @@ class Row:
     summary: str = ""
     snippet: str = ""  # stand-alone code that defines ``attend`` for ``attnmatrix repro``; see matrix/repro_*.py.j2 for its arguments
     source: str = ""
-    more_sources: tuple[str, ...] = ()  # of a pair's other side
+    more_sources: tuple[str, ...] = ()  # files beside its own: of a pair's other side, or shared with other rows
 
     def version(self, distribution: str) -> str | None:
         """Installed version, or None when the distribution is absent."""
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return installed_version(distribution)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -62,12 +63,22 @@ class Row:
         return tuple(name for name in self.distributions if self.version(name) is None)
 
 
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution as its metadata spells it, None when it is absent."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 _ROWS: dict[tuple[str, AttentionKind], Row] = {}
 
 
 def register(row: Row) -> Row:
-    """Add a row. Raises ValueError when its name is taken for its kind."""
+    """Add a row. Raises ValueError when its name is taken for its kind, or for what the machine decides."""
     key = (row.name, row.kind)
+    if row.name in (*ALIASES, AUTO):
+        raise ValueError(f"backend name {row.name!r} stands for other rows")
     if key in _ROWS and _ROWS[key].source != row.source:
         raise ValueError(f"backend {row.name!r} is registered twice for {row.kind.value}")
     _ROWS[key] = row
@@ -113,11 +124,18 @@ def rows() -> tuple[Row, ...]:
 
 
 def find_rows(name: str) -> tuple[Row, ...]:
-    """The rows called ``name``, one per kind; ``prefill,decode`` names a hybrid. Raises UsageError naming the known rows."""
+    """The rows called ``name``, one per kind; ``prefill,decode`` names a hybrid. Raises UsageError naming the known rows.
+
+    Aliases are resolved before (see ``choose``): they depend on the device.
+    """
     from attnmatrix.harness.hybrid import hybrid_rows
 
     if "," in name:
         return hybrid_rows(name)
+    if name in (*ALIASES, AUTO):
+        raise UsageError(
+            f"backend {name!r} stands for a row that depends on the device; name one of {', '.join(ALIASES.get(name, (row.name for row in rows())))}"
+        )
     found = tuple(row for row in rows() if row.name == name)
     if not found:
         raise UsageError(f"unknown backend {name!r}; known: {', '.join(known_names())}")
@@ -133,4 +151,5 @@ def find_row(name: str, kind: AttentionKind) -> Row:
 
 
 def known_names() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(row.name for row in rows()))
+    """Names of rows, of aliases and ``auto``."""
+    return (*dict.fromkeys(row.name for row in rows()), *ALIASES, AUTO)

@@ -34,17 +34,17 @@ class World:
             raise ValueError(f"runner mode {mode.value} does not drive {case.forward.value} batches")
         self.case, self.mode, self.probe, self.conventions, self.device = case, mode, probe, conventions, device
         self.schedule: Schedule = plan or schedule(case, mode)
-        self.pool_plan: PoolPlan = plan_pool(self.schedule.batches)
+        self.pool_plan: PoolPlan = plan_pool(self.schedule.owners)
         self.dtype = TORCH_DTYPES[case.dtype]
         self.generator = torch.Generator().manual_seed(case.data_seed)
-        self.num_requests = sum(batch.batch_size for batch in self.schedule.batches)
+        self.num_requests = sum(batch.batch_size for batch in self.schedule.owners)
         self.req_rows = spread(self.num_requests, case.data_seed)
         self.state_slots = spread(self.num_requests, case.data_seed ^ 0x57A7E)  # another order: a row is no slot
-        lens = [n for batch in self.schedule.batches for n in batch.kv_lens]
+        lens = [n for batch in self.schedule.owners for n in batch.kv_lens]
         self.req_to_token = token_table(self.pool_plan, self.req_rows, lens, probe.poison, case.data_seed).to(device)
         self.context = self._context()
         self._poison()
-        self.steps = Draws(probe, self.generator, self.dtype, device).steps(self.schedule.batches)
+        self.steps = Draws(probe, self.generator, self.dtype, device).steps(self.schedule.batches, self.schedule.continued)
         self._fill_live()
         self._plant_nan()
 
@@ -117,7 +117,7 @@ class World:
 
     def _fill_live(self) -> None:
         kv, states = self.context.kv, self.context.states
-        for step in self.steps:
+        for step in self.steps[:1] if self.schedule.continued else self.steps:
             for request, prefix, length in zip(step.requests, step.prefixes, step.case.prefix_lens, strict=True):
                 if not length:
                     continue
@@ -136,7 +136,7 @@ class World:
         size = self.pool_plan.page_size
         slots = [page * size + offset for page in self.pool_plan.spare_pages for offset in range(size)]
         if poison is Poison.NAN_TAIL:
-            lens = [n for batch in self.schedule.batches for n in batch.kv_lens]
+            lens = [n for batch in self.schedule.owners for n in batch.kv_lens]
             tables = zip(self.pool_plan.tables, lens, strict=True)
             slots = [pages[-1] * size + offset for pages, n in tables if n % size for offset in range(n % size, size)]
         for layer in range(NUM_LAYERS):

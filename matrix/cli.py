@@ -10,6 +10,9 @@ from typing import Annotated
 import typer
 
 from attnmatrix.harness.registry import UsageError
+from attnmatrix.matrix.containment import DEFAULT_LIMIT
+
+MOST_CRASHES = 1000  # processes that a run replaces; pytest-xdist gives up after 4 a worker
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 listing = typer.Typer(no_args_is_help=True, help="List what is known: backends, modes, cases.")
@@ -78,6 +81,9 @@ def run(
     case: Annotated[list[str] | None, typer.Option(help="case id or name; repeatable")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda")] = None,
     workers: Annotated[int, typer.Option("-n", min=0, help="worker processes; 0 runs in this one")] = 0,
+    limit: Annotated[
+        int, typer.Option("--time-limit", min=1, help="seconds after which a cell in a worker (-n) ends as crash")
+    ] = DEFAULT_LIMIT,
     full: Annotated[bool, typer.Option("--full", help="interpreted rows run every case")] = False,
     evidence: Annotated[Path | None, typer.Option(help="write the records to this file")] = None,
     plugin: Annotated[list[str] | None, typer.Option(help="Python file with more rows; repeatable")] = None,
@@ -93,10 +99,10 @@ def run(
         raise UsageError("no cell to run: " + ("; ".join(chosen.not_run()) or "no case of this kind belongs to this mode"))
     if evidence is not None and not (evidence.parent.is_dir() or str(evidence.parent) == "."):
         evidence.parent.mkdir(parents=True)
-    raise typer.Exit(_pytest(chosen, workers, evidence))
+    raise typer.Exit(_pytest(chosen, workers, limit, evidence))
 
 
-def _pytest(chosen: object, workers: int, evidence: Path | None) -> int:
+def _pytest(chosen: object, workers: int, limit: int, evidence: Path | None) -> int:
     import pytest
 
     from attnmatrix.matrix.selection import Selection
@@ -113,7 +119,8 @@ def _pytest(chosen: object, workers: int, evidence: Path | None) -> int:
         arguments += [word for value in values for word in (option, value)]
     arguments += ["--full"] if chosen.full else []
     arguments += ["--evidence", str(evidence)] if evidence else []
-    arguments += ["-n", str(workers)] if workers else []
+    arguments += ["-n", str(workers), "--max-worker-restart", str(MOST_CRASHES)] if workers else []
+    arguments += ["--time-limit", str(limit)]
     code = int(pytest.main([*arguments, str(target)]))
     return {0: 0, 1: 1, 2: 130}.get(code, 2)
 

@@ -44,7 +44,7 @@ def explain_case(case: Case, mode: RunnerMode) -> str:
 
 def _lines(case: Case, mode: RunnerMode) -> Iterator[str]:
     steps = schedule(case, mode)
-    plan = plan_pool(steps.batches)
+    plan = plan_pool(steps.owners)
     yield f"case {case.id}{f' ({case.name})' if case.name else ''}"
     yield f"{case.kind.value}, {case.forward.value}, {case.heads.q} query heads on {case.heads.kv} key/value heads of dim {case.heads.dim}, {case.dtype}"
     scratch = "none" if plan.scratch_page is None else str(plan.scratch_page)

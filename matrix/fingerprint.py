@@ -14,10 +14,10 @@ from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 
 TOP = Path(__file__).resolve().parent.parent
-_CASES = ("case", "modes", "options", "placement", "schedule")
+_CASES = ("case", "handoff", "modes", "options", "placement", "schedule")
 _REFERENCES = {AttentionKind.SOFTMAX: ("softmax", "visibility", "slopes"), AttentionKind.LIGHTNING: ("decayed_state", "slopes")}
 _APART = (
-    *("adapted_modes", "backend", "coverage", "hybrid", "lazy", "registry", "row_suite"),  # say what is run, not how it is judged
+    *("adapted_modes", "backend", "choose", "coverage", "hybrid", "lazy", "registry", "row_suite"),  # say what is run, not how it is judged
     *("diagnose", "forced", "locate", "matching"),  # explain a verdict that stands
     *("draft_masks", "wheel_modules"),  # count for the rows that name them among their sources
     *("online_softmax", "rounding"),  # count for the rows that name a rounding step: see run.cell_fingerprint
@@ -29,6 +29,7 @@ _RUNNERS = {
     RunnerMode.VERIFY_CG: ("decode_graph",),
     RunnerMode.PCG_EXTEND: ("piecewise",),
     RunnerMode.BCG_EXTEND: ("breakable",),
+    RunnerMode.HANDOFF: ("handoff",),
 }
 
 

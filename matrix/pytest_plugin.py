@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from attnmatrix.harness.registry import UsageError
+from attnmatrix.matrix.containment import DEFAULT_LIMIT, reason_of
 from attnmatrix.matrix.environment import resolve_device
 from attnmatrix.matrix.selection import CellId, Selection
 
@@ -30,6 +32,7 @@ class _RecordKey:
 
 
 RECORD_KEY = _RecordKey()
+LAST_WORDS = "attnmatrix-last-words"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", default=None, metavar="D", help="cpu or cuda (default: cuda where there is one)")
     group.addoption("--full", action="store_true", help="interpreted rows run every case, not a pairwise-covering subset")
     group.addoption("--evidence", default=None, metavar="FILE", help="write the run's records to FILE (JSON lines)")
+    group.addoption(
+        "--time-limit", type=int, default=DEFAULT_LIMIT, metavar="S", help="seconds after which a cell in a worker (-n) ends as crash"
+    )
     group.addoption("--plugin", action="append", default=[], metavar="FILE", help="load rows from a Python file (repeatable)")
 
 
@@ -101,6 +107,14 @@ class Records:
         self.is_worker = hasattr(config, "workerinput")
         self.encoded: list[str] = []
         self.crashed: list[str] = []
+        self.last_words: tempfile.TemporaryDirectory[str] | None = None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a worker where to leave its last words."""
+        if self.last_words is None:
+            self.last_words = tempfile.TemporaryDirectory(prefix="attnmatrix-")
+        node.workerinput[LAST_WORDS] = self.last_words.name
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and not self.is_worker:
@@ -139,6 +153,9 @@ class Records:
         if self.crashed:
             chosen = selection(self.config)
             by_id: dict[str, CellId] = {cell.id: cell for cell in chosen.cells()}
-            names = [item.partition("[")[2].removesuffix("]") for item in self.crashed]
-            records += [crash_record(by_id[name], chosen.device) for name in names if name in by_id]
+            folder, limit = self.last_words.name if self.last_words else None, self.config.getoption("--time-limit")
+            names = {item: item.partition("[")[2].removesuffix("]") for item in self.crashed}
+            records += [
+                crash_record(by_id[name], chosen.device, reason_of(item, folder, limit)) for item, name in names.items() if name in by_id
+            ]
         return records

@@ -102,14 +102,21 @@ def make_record(result: CellResult, kind: AttentionKind, versions: dict[str, str
 
 
 def make_crash_record(
-    row: str, mode: RunnerMode, case: Case, kind: AttentionKind, versions: dict[str, str], environment: Environment, fingerprint: str
+    row: str,
+    mode: RunnerMode,
+    case: Case,
+    kind: AttentionKind,
+    versions: dict[str, str],
+    environment: Environment,
+    fingerprint: str,
+    reason: str,
 ) -> Record:
-    """The record of a cell whose process died."""
+    """The record of a cell that took its process with it."""
     return Record(
         **_identity(row, mode, case, kind, environment, versions),
         status="crash",
         graph="none",
-        reason="the process died while this case ran",
+        reason=reason,
         diagnosis="",
         details=[],
         margin=None,

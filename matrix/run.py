@@ -21,11 +21,11 @@ def run_and_record(cell: CellId, device: str, full: bool = False) -> Record:
     return make_record(result, cell.row.kind, row_versions(cell.row), environment(device), cell_fingerprint(cell.row, cell.mode))
 
 
-def crash_record(cell: CellId, device: str) -> Record:
-    """The record of a cell whose process died."""
+def crash_record(cell: CellId, device: str, reason: str) -> Record:
+    """The record of a cell that took its process with it."""
     where = environment(device)
     return make_crash_record(
-        cell.row.name, cell.mode, cell.case, cell.row.kind, row_versions(cell.row), where, cell_fingerprint(cell.row, cell.mode)
+        cell.row.name, cell.mode, cell.case, cell.row.kind, row_versions(cell.row), where, cell_fingerprint(cell.row, cell.mode), reason
     )
 
 

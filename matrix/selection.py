@@ -10,7 +10,8 @@ from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.suites import suite
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
-from attnmatrix.harness.registry import Row, UsageError, find_rows, load_plugin, rows
+from attnmatrix.harness.choose import Place, chosen_rows
+from attnmatrix.harness.registry import Row, UsageError, load_plugin, rows
 from attnmatrix.harness.row_suite import row_suite
 
 
@@ -48,14 +49,16 @@ class Selection:
             for mode in modes:
                 if mode in ADAPTED_MODES:
                     found += [CellId(row, mode, case) for case in self._cases_of(row, mode, cases)]
-        return tuple(found)
+        return tuple({cell.id: cell for cell in found}.values())
 
     def rows(self) -> tuple[Row, ...]:
+        """The rows asked for; an alias is replaced by what it stands for on the device."""
         for plugin in self.plugins:
             load_plugin(plugin)
         if not self.backends:
             return rows()
-        return tuple({(row.name, row.kind): row for name in self.backends for row in find_rows(name)}.values())
+        place = Place(self.device)
+        return tuple({(row.name, row.kind, row.dtypes): row for name in self.backends for row in chosen_rows(name, place)}.values())
 
     def not_run(self) -> tuple[str, ...]:
         """One line for each selected row that this machine cannot run."""
@@ -72,8 +75,10 @@ class Selection:
 
     def _cases_of(self, row: Row, mode: RunnerMode, cases: Sequence[Case]) -> tuple[Case, ...]:
         if cases:
-            return tuple(case for case in cases if case.kind is row.kind and case.forward in mode.forward_modes)
-        return row_suite(row, mode, self.device, self.full)
+            chosen = tuple(case for case in cases if case.kind is row.kind and case.forward in mode.forward_modes)
+        else:
+            chosen = row_suite(row, mode, self.device, self.full)
+        return tuple(case for case in chosen if row.dtypes is None or case.dtype in row.dtypes)
 
 
 def parse_modes(names: Sequence[str]) -> tuple[RunnerMode, ...]:

@@ -9,6 +9,7 @@ from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.runners.breakable import run_breakable
 from attnmatrix.harness.runners.decode_graph import run_decode_graph
 from attnmatrix.harness.runners.eager import run_eager
+from attnmatrix.harness.runners.handoff import run_handoff
 from attnmatrix.harness.runners.piecewise import run_piecewise
 from attnmatrix.harness.runners.recorder import StepRun
 from attnmatrix.harness.world import World
@@ -22,5 +23,6 @@ RUNNERS: dict[RunnerMode, Runner] = {
     RunnerMode.BCG_EXTEND: run_breakable,
     RunnerMode.VERIFY: run_eager,
     RunnerMode.VERIFY_CG: run_decode_graph,
+    RunnerMode.HANDOFF: run_handoff,
 }
 """The adapter of each runner mode that has one."""
