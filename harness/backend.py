@@ -53,6 +53,16 @@ class AttentionBackend(ABC):
         """Like :meth:`forward`, with the log-sum-exp ``[T, Hq]`` in the declared base; optional."""
         raise NotImplementedError(f"{type(self).__name__} returns no LSE")
 
+    def commit(self, accepted: Tensor, batch: Batch) -> None:
+        """After the target_verify ``batch``: make the state of each request's last accepted draft token its live state in every layer.
+
+        ``accepted`` int64 ``[R]``, 0 leaves the live state. Engines do this on the pools; a backend may bring its own.
+        """
+        from attnmatrix.harness.commit import commit_states
+
+        assert self.context.states is not None
+        commit_states(self.context.states, self.context.num_layers, batch, accepted)
+
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
         """What was prepared, for checks that outputs cannot make; optional."""
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
@@ -30,6 +30,7 @@ DECODE_DIM = 128  # the decode kernel's K split: smaller heads leave it without 
 class SegLaMetadata:
     kernel: Any  # SegLaMeta, its tensors on gpu
     cache_indices: Tensor  # on gpu; int32 [R]; row of the intermediate states
+    tracks: dict[str, Tensor] = field(default_factory=dict)  # on gpu; track_lens and track_state_indices, int32 [R], if any
 
     def get_last_indices(self, bs: int) -> Tensor:
         return self.kernel.q_offsets[1 : bs + 1] - 1
@@ -61,7 +62,8 @@ class SegLa(AttentionBackend):
             mask=mask,
         )
         rows = torch.arange(batch.padded_reqs, dtype=torch.int32, device=self.context.device)
-        batch.attn_metadata = SegLaMetadata(kernel, rows)
+        tracks = {"track_lens": batch.track_lens, "track_state_indices": batch.track_state_indices}
+        batch.attn_metadata = SegLaMetadata(kernel, rows, {name: given for name, given in tracks.items() if given is not None})
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
         context, meta = self.context, batch.attn_metadata
@@ -70,10 +72,10 @@ class SegLa(AttentionBackend):
         if not batch.num_tokens:
             return torch.empty_like(q)
         verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
-        drafts = {"caches": context.states.intermediate(layer_id), "cache_indices": meta.cache_indices} if verify else {}
+        more = {"caches": context.states.intermediate(layer_id), "cache_indices": meta.cache_indices} if verify else meta.tracks
         with self._fenced_scratch() if batch.forward_mode in PROMPTS else nullcontext():
             return self._module.seg_la_fwd(
-                q, k, v, context.states.state(layer_id), context.slopes[layer_id], meta.kernel, softmax_scale=context.scale, **drafts
+                q, k, v, context.states.state(layer_id), context.slopes[layer_id], meta.kernel, softmax_scale=context.scale, **more
             )
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata:
