@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import combinations
 
-from attnmatrix.cases.case import Case
+from attnmatrix.cases.case import AttentionKind, Case
+from attnmatrix.cases.story import parse_story
 
 Pair = tuple[tuple[str, object], tuple[str, object]]
 
@@ -14,9 +15,10 @@ Pair = tuple[tuple[str, object], tuple[str, object]]
 def axis_values(case: Case) -> dict[str, object]:
     """The axes a subset must keep covering, two at a time."""
     prefixes, news = case.prefix_lens, case.new_lens
+    paged = case.kind is AttentionKind.SOFTMAX  # a state pool has no pages
     return {
         "forward": case.forward,
-        "page": case.page_size,
+        "page": case.page_size if paged else 0,
         "dtype": case.dtype,
         "dim": case.heads.dim,
         "prefix": (0 in prefixes, any(prefixes)),
@@ -28,15 +30,51 @@ def axis_values(case: Case) -> dict[str, object]:
 
 def single_values(case: Case) -> dict[str, object]:
     """The axes of which each value must stay, on some case."""
+    paged = case.kind is AttentionKind.SOFTMAX
     return {
-        "placement": case.placement,
+        "placement": case.placement if paged else "",
         "scratch": case.scratch,
         "group": case.heads.group,
-        "context": max(case.prefix_lens, default=0) >= 1000,
+        "context": paged and max(case.prefix_lens, default=0) >= 1000,
         "draft": case.draft_kind,
         "gain": case.gain,
         "state": case.state_scale,
         "requests": min(case.batch_size, 2),
+        **(_state_values(case) if case.kind is not AttentionKind.SOFTMAX else {}),
+    }
+
+
+def _state_values(case: Case) -> dict[str, object]:
+    """What kernels of a recurrent state branch on: how many requests, heads and tokens, whole blocks, snapshots, what the requests do
+    next."""
+    turns = frozenset(turn.action for turn in parse_story(case.story))
+    return {
+        "crowd": sum(case.batch_size >= bound for bound in (1, 3, 129)),
+        "heads": case.heads.q,
+        "tokens": sum(case.num_tokens >= bound for bound in (33, 2048)),
+        "blocks": (case.batch_size, set(case.new_lens) == {case.num_tokens}, all(new % 32 == 0 for new in case.new_lens))
+        if case.batch_size < 3
+        else None,
+        **_snapshot_values(case),
+        "story": turns,
+        "held": (case.forward, case.state_dtype),
+        "shard": case.shard != (0, 1),
+        "dim": (case.forward, case.heads.dim),
+    }
+
+
+def _snapshot_values(case: Case) -> dict[str, object]:
+    """Whether some snapshot is none, the final state, at a multiple of 32 tokens, elsewhere."""
+    if not case.track_lens:
+        return {}
+    pairs = list(zip(case.track_lens, case.new_lens, strict=True))
+    inner = [track for track, new in pairs if 0 < track < new]
+    return {
+        "snapshot": case.forward,
+        "no snapshot": 0 in case.track_lens,
+        "snapshot at the end": any(track == new for track, new in pairs),
+        "snapshot at a block": any(track % 32 == 0 for track in inner),
+        "snapshot elsewhere": any(track % 32 for track in inner),
     }
 
 

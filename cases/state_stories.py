@@ -14,7 +14,7 @@ NARROW = Heads(1, 1, 64)
 def snapshots() -> tuple[Case, ...]:
     """Snapshots at multiples of a block, at the end, at every other length, and of some requests only; in decode."""
     return (
-        extend(16, (0, 20, 33, 0), (70, 64, 40, 33), LIGHTNING, track_lens=(64, 32, 40, 0), name="snapshot_blocks"),
+        extend(16, (0, 20, 33, 0), (70, 64, 40, 33), LIGHTNING, heads=SMALL, track_lens=(64, 32, 40, 0), name="snapshot_blocks"),
         extend(16, (16,), (96,), LIGHTNING, track_lens=(64,), heads=SMALL, name="snapshot_alone"),
         extend(16, (0, 33), (40, 50), LIGHTNING, track_lens=(32, 50), heads=SMALL, name="snapshot_pair"),
         extend(1, range(34), (34,) * 34, LIGHTNING, track_lens=tuple(range(1, 35)), heads=NARROW, name="snapshot_every_length"),
@@ -29,13 +29,15 @@ def extend_stories() -> tuple[Case, ...]:
     parts = tuple(range(1, 33))
     rest = "x" + ".".join(str(33 - part) for part in parts)
     return (
-        extend(16, (0,) * 32, parts, LIGHTNING, heads=SMALL, story=rest, name="story_every_split"),
+        extend(16, (0,) * 32, parts, LIGHTNING, heads=NARROW, story=rest, name="story_every_split"),
         extend(16, (0, 20), (64, 100), LIGHTNING, heads=SMALL, story="x64.37_x5.70_x33.2", name="story_chunked_prefill"),
         extend(16, (0, 20), (18, 33), LIGHTNING, story="d3", name="story_prefill_decode"),
         extend(16, (20, 7), (5, 9), LIGHTNING, story="n12.3_d_n2_x3", name="story_slot_reused"),
-        extend(16, (0, 20), (40, 70), LIGHTNING, track_lens=(32, 64), story="r5.3_d", name="story_snapshot_resumed"),
-        extend(16, (0,) * 5, (9,) * 5, LIGHTNING, heads=SMALL, track_lens=(1, 2, 5, 8, 9), story="r5_x2", name="story_any_snapshot_resumed"),
-        extend(16, (0,), (24,), LIGHTNING, heads=Heads(2, 2, 128), story="d1000", name="story_rollout_1000"),
+        extend(16, (0, 20), (40, 70), LIGHTNING, heads=SMALL, track_lens=(32, 64), story="r5.3_x4", name="story_snapshot_resumed"),
+        extend(
+            16, (0,) * 5, (9,) * 5, LIGHTNING, heads=SMALL, track_lens=(1, 2, 5, 8, 9), story="r5_x2", name="story_any_snapshot_resumed"
+        ),
+        extend(16, (0,), (24,), LIGHTNING, heads=Heads(1, 1, 128), story="d1000", name="story_rollout_1000"),
         extend(16, (0, 5), (64, 64), LIGHTNING, heads=SMALL, story="x64t62_x3", name="story_rollout_4000"),
     )
 

@@ -47,7 +47,9 @@ def parse_story(text: str) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def story_problem(text: str, requests: int, verifies: bool, tracks: tuple[int, ...], prefix: tuple[int, ...], drafts: tuple[int, ...]) -> str | None:
+def story_problem(
+    text: str, requests: int, verifies: bool, tracks: tuple[int, ...], prefix: tuple[int, ...], drafts: tuple[int, ...]
+) -> str | None:
     """Why a story cannot be told of a batch of so many requests, None when it can. ``verifies``: the batch is a target_verify one of
     ``drafts`` tokens."""
     try:

@@ -67,7 +67,9 @@ class TamperedBackend(AttentionBackend):
         self.inner.prepare_for_replay(batch)
 
     def commit(self, accepted: Tensor, batch: Batch) -> None:
-        self.inner.commit(self.control.accepted(accepted), replace(self.control.batch(batch, self.context), attn_metadata=batch.attn_metadata))
+        self.inner.commit(
+            self.control.accepted(accepted), replace(self.control.batch(batch, self.context), attn_metadata=batch.attn_metadata)
+        )
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
         return self.inner.inspect_metadata(batch)
@@ -262,7 +264,8 @@ CONTROLS: tuple[Control, ...] = (
         context=lambda world, context: replace(context, slopes=context.slopes.flip(1) if context.slopes is not None else None),
     ),
     Control(
-        "other-snapshot", "snapshot", "snapshots taken one token earlier or later", lambda c: any(c.track_lens), batch=_other_snapshot
+        "other-snapshot", "snapshot", "snapshots taken one token earlier or later", lambda c: any(c.track_lens) and c.forward is not ForwardMode.DECODE,
+        batch=_other_snapshot,
     ),
     Control(
         "one-less-accepted", "commit", "one draft token less committed", _accepts, accepted=lambda accepted: (accepted - 1).clamp(min=0)

@@ -25,6 +25,7 @@ ALIKE = 0.1
 LONGEST = 20.0
 """Estimated seconds (see ``_seconds``) above which a case is not diagnosed."""
 UNEXPLAINED = "unexplained"
+RAISES, RAISED = "raises: ", "no diagnosis: the run ended in an exception,"
 OUT_OF_BOUNDS = "no diagnosis: a write out of bounds ended the run"
 TOO_LARGE = "no diagnosis: the case is too large to try every fault on it"
 
@@ -54,7 +55,10 @@ class Diagnosis:
         return self.why in (TOO_LARGE, OUT_OF_BOUNDS)
 
     def confirms(self, declared: str) -> bool:
-        """Whether a declared diagnosis, a fault's id or sentence or ``unexplained``, is what was found."""
+        """Whether a declared diagnosis, a fault's id or sentence, ``unexplained`` or ``raises: `` and part of the exception's text, is what
+        was found."""
+        if declared.startswith(RAISES):
+            return self.why.startswith(RAISED) and declared.removeprefix(RAISES) in self.why
         if not self.faults:
             return declared == UNEXPLAINED and self.why.startswith(UNEXPLAINED)
         return any(declared in (fault.id, fault.diagnosis) for fault in self.faults)
@@ -76,8 +80,10 @@ def diagnose(row: Row, mode: RunnerMode, case: Case, device: torch.device, trial
     """What explains a failing ``trial``. The faults tried are those of the row's kind that apply to the case in this mode."""
     if isinstance(trial.error, OutOfBoundsWrite):
         return Diagnosis(why=OUT_OF_BOUNDS)
-    if trial.error is not None or not trial.outputs:
-        return Diagnosis(why="no diagnosis: the run ended in an exception")
+    if trial.error is not None:
+        return Diagnosis(why=f"{RAISED} {type(trial.error).__name__}: {trial.error}")
+    if not trial.outputs:
+        return Diagnosis(why="no diagnosis: nothing was run")
     if any(len(outputs) != len(trial.outputs[0]) for outputs in trial.outputs):
         return Diagnosis(why="no diagnosis: attention did not run once for each layer")
     candidates = [fault for fault in faults() if fault.attention is row.kind and fault.applies(case, mode)]

@@ -86,7 +86,9 @@ def _softmax(world: World, step: StepData, layer: int, q: Tensor, new_k: Tensor,
     }
 
 
-def _lightning(world: World, step: StepData, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, place: torch.device) -> dict[str, Quantity]:
+def _lightning(
+    world: World, step: StepData, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, place: torch.device
+) -> dict[str, Quantity]:
     case, context, layer = step.case, world.context, call.layer
     assert context.slopes is not None
     assert context.states is not None

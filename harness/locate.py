@@ -53,7 +53,9 @@ def locate(measurement: Measurement, batch: Case, plan: PoolPlan, first_request:
     if "token" in axes:
         owners = torch.tensor([r for r, new in enumerate(batch.new_lens) for _ in range(new)])
     else:
-        owners = torch.tensor([r for r, track in enumerate(batch.track_lens) if track] if "snapshot" in axes else list(range(batch.batch_size)))
+        owners = torch.tensor(
+            [r for r, track in enumerate(batch.track_lens) if track] if "snapshot" in axes else list(range(batch.batch_size))
+        )
     bad = (ratio > 1).cpu()
     token, position, page, slot = axes.get("token"), None, None, None
     request = int(owners[token]) if token is not None else int(owners[axes.get("snapshot", axes.get("request", 0))])

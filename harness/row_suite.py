@@ -8,12 +8,14 @@ units, a wrong index shows). ``full`` runs everything.
 
 from __future__ import annotations
 
-from attnmatrix.cases.case import Case
+from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.pairwise import pairwise_subset, single_value_subset
+from attnmatrix.cases.schedule import story_steps
 from attnmatrix.cases.suites import suite
 from attnmatrix.harness.registry import Row
 
+STATE_WORK = 64  # a token's share of a state's update, in keys
 EAGER_WORK, GRAPH_WORK = 10_000_000, 1_000_000  # see ``work``: a few seconds of interpreted kernels each
 
 
@@ -36,7 +38,11 @@ def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case
 
 
 def work(case: Case) -> int:
-    """What a case costs, roughly: new tokens times keys times the width of the heads."""
+    """What a case costs, roughly: new tokens times keys times the width of the heads. A recurrent state costs the same whatever lies behind
+    it; of a story every batch counts."""
+    if case.kind is not AttentionKind.SOFTMAX:
+        tokens = sum(step.case.num_tokens + step.case.batch_size for step in story_steps(case))
+        return tokens * STATE_WORK * case.heads.q * case.heads.dim
     longest = max(case.kv_lens, default=0)
     return (case.num_tokens + case.batch_size) * (longest + 64) * case.heads.q * case.heads.dim
 

@@ -86,7 +86,9 @@ def decayed_state_sizes(
     def read(states: Sequence[Tensor], at: Tensor) -> Tensor:
         return torch.einsum("rhk,rhkv->rhv", qd[at], states[0] + states[1]) * abs(scale)
 
-    return _scan((start, torch.zeros_like(start) if weighted is None else weighted.float()), advance, read, new_lens, vd, trees, keep_tokens)
+    return _scan(
+        (start, torch.zeros_like(start) if weighted is None else weighted.float()), advance, read, new_lens, vd, trees, keep_tokens
+    )
 
 
 def _scan(

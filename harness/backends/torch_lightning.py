@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from attnmatrix.cases.case import AttentionKind, ForwardMode
@@ -79,7 +80,7 @@ class TorchLightning(AttentionBackend):
             state = pool[slot].float() if has_prefix else torch.zeros_like(pool[0], dtype=torch.float32)
             track, into = meta.tracks.get(slot, (0, -1))
             edges = sorted({*range(start, stop, CHUNK), start + track, stop})  # a chunk ends where the snapshot is taken
-            for begin, end in zip(edges, edges[1:], strict=False):
+            for begin, end in pairwise(edges):
                 chunk = slice(begin, end)
                 out[chunk], state = self._chunk(q[chunk].float(), k[chunk].float(), v[chunk].float(), state, slopes)
                 if end == start + track:

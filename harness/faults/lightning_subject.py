@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -106,7 +107,7 @@ class LightningSubject(AttentionBackend):
             if new:
                 state = self.initial_state(row, layer, plan, batch)
                 edges = sorted({*range(start, start + new, CHUNK), start + self.track(row, plan), start + new})
-                for begin, end in zip(edges, edges[1:], strict=False):
+                for begin, end in pairwise(edges):
                     cut = slice(begin, end)
                     out[cut], state = self.chunk(q[cut], k[cut], v[cut], state, self.slopes(layer))
                     if end == start + self.track(row, plan):
