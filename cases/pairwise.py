@@ -56,6 +56,7 @@ def _state_values(case: Case) -> dict[str, object]:
         if case.batch_size < 3
         else None,
         **_snapshot_values(case),
+        "tokens per request": min(3, -(-case.num_tokens // max(1, case.batch_size))),
         "story": turns,
         "held": (case.forward, case.state_dtype),
         "shard": case.shard != (0, 1),

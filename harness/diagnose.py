@@ -81,7 +81,7 @@ def diagnose(row: Row, mode: RunnerMode, case: Case, device: torch.device, trial
     if isinstance(trial.error, OutOfBoundsWrite):
         return Diagnosis(why=OUT_OF_BOUNDS)
     if trial.error is not None:
-        return Diagnosis(why=f"{RAISED} {type(trial.error).__name__}: {trial.error}")
+        return Diagnosis(why=f"{RAISED} {_chain(trial.error)}")
     if not trial.outputs:
         return Diagnosis(why="no diagnosis: nothing was run")
     if any(len(outputs) != len(trial.outputs[0]) for outputs in trial.outputs):
@@ -104,6 +104,16 @@ def diagnose(row: Row, mode: RunnerMode, case: Case, device: torch.device, trial
         return Diagnosis(why=f"{UNEXPLAINED}: none of {len(candidates)} faults produces the same", **other)  # type: ignore[arg-type]
     subject = next((name for name in ("output", "state", "intermediate state") if name in wrong), "write")
     return Diagnosis(tuple(fit.fault for fit in told), max(fit.error for fit in told), subject, **other)  # type: ignore[arg-type]
+
+
+def _chain(error: BaseException) -> str:
+    """The exception and those that caused it, in one line."""
+    told: list[str] = []
+    current: BaseException | None = error
+    while current is not None and len(told) < 8:
+        told.append(f"{type(current).__name__}: {current}")
+        current = current.__cause__ or current.__context__
+    return " ".join(" from ".join(told).split())
 
 
 def _seconds(case: Case, mode: RunnerMode) -> float:

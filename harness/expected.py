@@ -118,9 +118,10 @@ def _lightning(
 
 
 def _recurrences(
-    world: World, step: StepData, history: History, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
+    world: World, step: StepData, history: History, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, whole: Case | None = None
 ) -> tuple[DecayedStateResult, DecayedStateResult, DecayedStateResult]:
-    """The right results, the baseline's (float32, ``out`` in the case's dtype) and their sizes; tokens are kept in target_verify."""
+    """The right results, the baseline's (float32, ``out`` in the case's dtype) and their sizes; tokens are kept in target_verify.
+    ``whole``: the batch that these tokens were cut from, whose roundings they meet."""
     case, scale = step.case, world.context.scale
     trees = [case.tree(r) for r in range(case.batch_size)] if case.trees else None
     plain = {"slopes": slopes, "new_lens": case.new_lens, "scale": scale, "trees": trees}
@@ -129,7 +130,7 @@ def _recurrences(
     sizes = decayed_state_sizes(q, k, v, history.plain, weighted=history.weighted, **plain)  # type: ignore[arg-type]
     base = decayed_state_attention(q, k, v, history.base, dtype=torch.float32, **plain)  # type: ignore[arg-type]
     base_out, base_final = base.out.to(world.dtype), base.final
-    steps = world.conventions.rounding_of(case, world.device.type)
+    steps = world.conventions.rounding_of(whole or case, world.device.type)
     if steps and trees is None:
         rounded = chunked_decay(steps, q, k, v, history.base, slopes, case.new_lens, scale)
         base_out, base_final = rounded.out, rounded.final if TF32_PRODUCTS in steps else base_final
@@ -143,8 +144,8 @@ def _snapshot(world: World, step: StepData, history: History, q: Tensor, k: Tens
     case = step.case
     starts = [sum(case.new_lens[:request]) for request in range(case.batch_size)]
     at = [start + token for start, track in zip(starts, case.track_lens, strict=True) for token in range(track)]
-    cut = replace(step, case=case.but(prefix_lens=case.prefix_lens, new_lens=case.track_lens, track_lens=(), forward=ForwardMode.EXTEND))
-    right, base, sizes = _recurrences(world, cut, history, q[at], k[at], v[at], slopes)
+    cut = replace(step, case=case.but(new_lens=case.track_lens, track_lens=(), forward=ForwardMode.EXTEND))
+    right, base, sizes = _recurrences(world, cut, history, q[at], k[at], v[at], slopes, case)
     assert world.context.states is not None
     return History(right.final, base.final.to(world.context.states.dtype).float(), *sizes.final_parts)
 

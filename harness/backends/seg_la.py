@@ -248,6 +248,11 @@ ROUNDING = (
         lambda case, device: not _one_token_kernel(case),
     ),
     RoundingStep(
+        "partial sums of 128 key dims in the input dtype",
+        "seg_la_fwd, decode: K_SPLIT_DIM = 128, tmp = torch.empty((k_dim_block, ...), dtype=q.dtype), o = tmp.sum(0)",
+        lambda case, device: _one_token_kernel(case) and case.heads.dim >= 2 * DECODE_DIM,
+    ),
+    RoundingStep(
         "products of factors cut to TF32",
         "seg_la_p_kernel: tl.dot(q, k), tl.dot(qk, v), tl.dot(q, state) and tl.dot(k, v) of float32 operands",
         lambda case, device: device == "cuda" and not _one_token_kernel(case) and not _verify(case),
