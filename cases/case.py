@@ -78,7 +78,9 @@ class Case:
     ``prefix_lens[i]`` tokens of request i are cached already and ``new_lens[i]`` are computed now; the new ones
     are the last positions. ``window`` counts visible keys, the query's own included; ``None`` is unlimited.
     ``trees`` holds one parent tuple per request (or one for all) for target_verify; empty means a chain.
-    ``gain`` multiplies the queries, ``state_scale`` the random initial recurrent state.
+    ``gain`` multiplies the queries, ``state_scale`` the random initial recurrent state, which the pool holds in ``state_dtype`` (``None``:
+    float32). ``track_lens[i]`` new tokens of request i are to be snapshot into a second state slot (0: none), ``story`` says what the
+    requests do next (see :mod:`attnmatrix.cases.story`), ``shard`` ``(rank, ranks)`` which slice of a model's heads these are.
     Raises ValueError for a description that no engine could produce.
     """
 
@@ -103,6 +105,10 @@ class Case:
     state_scale: float = 0.05
     strided: bool = False
     seed: int = 0
+    state_dtype: str | None = None
+    track_lens: tuple[int, ...] = ()
+    story: str = ""
+    shard: tuple[int, int] = (0, 1)
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -173,6 +179,14 @@ class Case:
             parts.append("gain" + _format_number(self.gain))
         if self.state_scale != 0.05:
             parts.append("state" + _format_number(self.state_scale))
+        if self.state_dtype is not None:
+            parts.append("states" + self.state_dtype)
+        if self.track_lens:
+            parts.append("track" + _format_lens(self.track_lens))
+        if self.shard != (0, 1):
+            parts.append("shard{}of{}".format(*self.shard))
+        if self.story:
+            parts.append("then" + self.story)
         if self.seed:
             parts.append(f"s{self.seed}")
         return "-".join(parts)

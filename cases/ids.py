@@ -30,6 +30,10 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
     (rf"gain({_NUMBER})", "gain"),
     (rf"state({_NUMBER})", "state_scale"),
     (r"kv(\w+)", "kv_dtype"),
+    (r"states([a-z]+\d+)", "state_dtype"),
+    (r"track([\dx.]+)", "track_lens"),
+    (r"shard(\d+of\d+)", "shard"),
+    (r"then([\w.]+)", "story"),
     (r"s(\d+)", "seed"),
 )
 
@@ -37,10 +41,13 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
 def _parse_value(name: str, text: str) -> object:
     if name in ("page_size", "window", "seed"):
         return int(text)
-    if name in ("prefix_lens", "new_lens"):
+    if name in ("prefix_lens", "new_lens", "track_lens"):
         return _parse_lens(text)
     if name in ("soft_cap", "gain", "state_scale"):
         return float(text)
+    if name == "shard":
+        rank, ranks = text.split("of")
+        return int(rank), int(ranks)
     if name == "heads":
         return Heads(*(int(n) for n in text.split("x")))
     if name == "trees":

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import combinations
 
-from attnmatrix.cases.case import Case
+from attnmatrix.cases.case import AttentionKind, Case
+from attnmatrix.cases.schedule import story_steps
+from attnmatrix.cases.story import parse_story
 
+STATE_WORK = 64  # a token's share of a state's update, in keys
 SOME_WORK = 200_000  # what a case costs besides, in units of ``work``
 Pair = tuple[tuple[str, object], tuple[str, object]]
 
@@ -15,9 +18,10 @@ Pair = tuple[tuple[str, object], tuple[str, object]]
 def axis_values(case: Case) -> dict[str, object]:
     """The axes a subset must keep covering, two at a time."""
     prefixes, news = case.prefix_lens, case.new_lens
+    paged = case.kind is AttentionKind.SOFTMAX  # a state pool has no pages
     return {
         "forward": case.forward,
-        "page": case.page_size,
+        "page": case.page_size if paged else 0,
         "dtype": case.dtype,
         "dim": case.heads.dim,
         "prefix": (0 in prefixes, any(prefixes)),
@@ -29,15 +33,52 @@ def axis_values(case: Case) -> dict[str, object]:
 
 def single_values(case: Case) -> dict[str, object]:
     """The axes of which each value must stay, on some case."""
+    paged = case.kind is AttentionKind.SOFTMAX
     return {
-        "placement": case.placement,
+        "placement": case.placement if paged else "",
         "scratch": case.scratch,
         "group": case.heads.group,
-        "context": max(case.prefix_lens, default=0) >= 1000,
+        "context": paged and max(case.prefix_lens, default=0) >= 1000,
         "draft": case.draft_kind,
         "gain": case.gain,
         "state": case.state_scale,
         "requests": min(case.batch_size, 2),
+        **(_state_values(case) if case.kind is not AttentionKind.SOFTMAX else {}),
+    }
+
+
+def _state_values(case: Case) -> dict[str, object]:
+    """What kernels of a recurrent state branch on: how many requests, heads and tokens, whole blocks, snapshots, what the requests do
+    next."""
+    turns = frozenset(turn.action for turn in parse_story(case.story))
+    return {
+        "crowd": sum(case.batch_size >= bound for bound in (1, 3, 129)),
+        "heads": case.heads.q,
+        "tokens": sum(case.num_tokens >= bound for bound in (33, 2048)),
+        "blocks": (case.batch_size, set(case.new_lens) == {case.num_tokens}, all(new % 32 == 0 for new in case.new_lens))
+        if case.batch_size < 3
+        else None,
+        **_snapshot_values(case),
+        "tokens per request": min(3, -(-case.num_tokens // max(1, case.batch_size))),
+        "story": turns,
+        "held": (case.forward, case.state_dtype),
+        "shard": case.shard != (0, 1),
+        "dim": (case.forward, case.heads.dim),
+    }
+
+
+def _snapshot_values(case: Case) -> dict[str, object]:
+    """Whether some snapshot is none, the final state, at a multiple of 32 tokens, elsewhere."""
+    if not case.track_lens:
+        return {}
+    pairs = list(zip(case.track_lens, case.new_lens, strict=True))
+    inner = [track for track, new in pairs if 0 < track < new]
+    return {
+        "snapshot": case.forward,
+        "no snapshot": 0 in case.track_lens,
+        "snapshot at the end": any(track == new for track, new in pairs),
+        "snapshot at a block": any(track % 32 == 0 for track in inner),
+        "snapshot elsewhere": any(track % 32 for track in inner),
     }
 
 
@@ -47,7 +88,7 @@ def pairwise_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
     return _cover(cases, lambda case: frozenset(combinations(sorted(axis_values(case).items()), 2)) | _singles(single_values(case)))
 
 
-KERNEL_AXES = ("dim", "dtype", "group", "gain")
+KERNEL_AXES = ("dim", "dtype", "group", "gain", "crowd", "heads", "tokens", "blocks", "tokens per request", "held")
 RUNNER_AXES = ("forward", "new", "prefix", "trees", "draft", "requests", "scratch")
 
 
@@ -64,7 +105,11 @@ def single_value_subset(cases: Sequence[Case], runner_only: bool = False) -> tup
 
 
 def work(case: Case) -> int:
-    """What a case costs, roughly: new tokens times keys times the width of the heads."""
+    """What a case costs, roughly: new tokens times keys times the width of the heads. A recurrent state costs the same whatever lies behind
+    it; of a story every batch counts."""
+    if case.kind is not AttentionKind.SOFTMAX:
+        tokens = sum(step.case.num_tokens + step.case.batch_size for step in story_steps(case))
+        return tokens * STATE_WORK * case.heads.q * case.heads.dim
     longest = max(case.kv_lens, default=0)
     return (case.num_tokens + case.batch_size) * (longest + 64) * case.heads.q * case.heads.dim
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 
 from attnmatrix.cases.case import Case, ForwardMode
 from attnmatrix.cases.handoff import conversation
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.options import Tree
+from attnmatrix.cases.story import parse_story
 
 LONG = 256  # prefixes above this are shortened in derived batches
 LONG_NEW = 40  # and new lengths above this
@@ -19,21 +21,23 @@ class Step:
     """One batch; graph modes pad it to ``padded`` requests (cg_decode, verify_cg) or tokens (pcg, bcg extend).
 
     ``fill`` says what padded rows carry: ``production`` (length 1, request row 0) or ``stale`` (what the buffers held).
+    ``follows`` says whose state the batch starts from: ``same`` requests as before, ``renew`` (new requests in their slots) or
+    ``resume`` (other requests, from the snapshots); ``accepted`` draft tokens of each request are committed after it.
     """
 
     case: Case
     padded: int
     fill: str = "production"
+    follows: str = ""
+    accepted: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """``captures``: the sizes captured, in requests or tokens; ``steps``: the batches run, in order. ``continued``: each step goes on
-    with the requests of the one before, whose tokens it has cached; else every step has requests of its own."""
+    """``captures``: the sizes captured, in requests or tokens; ``steps``: the batches run, in order."""
 
     captures: tuple[int, ...]
     steps: tuple[Step, ...]
-    continued: bool = False
 
     @property
     def batches(self) -> tuple[Case, ...]:
@@ -45,21 +49,44 @@ class Schedule:
         return Schedule((step.padded,) if self.captures else (), (step,))
 
     @property
+    def requests(self) -> tuple[range, ...]:
+        """The requests of each batch, numbered over the whole schedule. Batches that follow others are of the same requests, or of those
+        that resumed their snapshots."""
+        numbers: list[range] = []
+        start = 0
+        for step in self.steps:
+            if step.follows in ("same", "renew"):
+                numbers.append(numbers[-1])
+                continue
+            numbers.append(range(start, start + step.case.batch_size))
+            start = numbers[-1].stop
+        return tuple(numbers)
+
+    @property
     def owners(self) -> tuple[Case, ...]:
-        """The batches whose requests, at their longest, own the pages of the pool."""
-        return self.batches[-1:] if self.continued else self.batches
+        """The batches that pages are laid out for: each request once, at its longest."""
+        if not any(step.follows for step in self.steps):
+            return self.batches
+        longest: dict[range, tuple[int, ...]] = {}
+        for requests, batch in zip(self.requests, self.batches, strict=True):
+            known = longest.get(requests, batch.kv_lens)
+            longest[requests] = tuple(max(pair) for pair in zip(known, batch.kv_lens, strict=True))
+        plain = self.batches[0].but(track_lens=(), trees=(), draft_kind=None, forward=ForwardMode.EXTEND, prefix_lens=(), new_lens=())
+        return tuple(plain.but(prefix_lens=(0,) * len(lens), new_lens=lens) for lens in longest.values())
 
 
 def schedule(case: Case, mode: RunnerMode) -> Schedule:
     """The batches of one cell. Deterministic in the case's content.
 
-    Eager modes: the case and a sibling, to be prepared together before either runs. Graph modes: two captured sizes whose
-    replays alternate. Those of each shrink, in requests and in lengths, and then grow; the smaller size pads as engines do,
+    A story: the case and what its requests do next. Eager modes: the case and a sibling, to be prepared together before either runs.
+    Graph modes: two captured sizes whose replays alternate. Those of each shrink, in requests and in lengths, and then grow; the smaller size pads as engines do,
     the larger one leaves stale rows. A lone request cannot become fewer, so its smaller size gets a fourth replay, before it.
     Handoff: the turns of one conversation.
     """
     if mode is RunnerMode.HANDOFF:
-        return Schedule((), tuple(Step(turn, 0) for turn in conversation(case)), continued=True)
+        return Schedule((), tuple(Step(turn, 0, follows="same" if number else "") for number, turn in enumerate(conversation(case))))
+    if case.story:
+        return Schedule((), story_steps(case))
     if not mode.uses_graph:
         return Schedule((), (Step(case, case.batch_size), Step(vary(case, max(1, case.batch_size), 1), 0)))
     size = case.batch_size
@@ -78,6 +105,37 @@ def schedule(case: Case, mode: RunnerMode) -> Schedule:
     )
 
 
+@lru_cache(maxsize=64)
+def story_steps(case: Case) -> tuple[Step, ...]:
+    """The case's own batch and the later batches of its story, in order, each with the lengths that those before it left."""
+    own = case.but(story="")
+    steps = [Step(own, own.batch_size)]
+    lens = own.kv_lens
+    for turn in parse_story(case.story):
+        counts, last = turn.of(case.batch_size), steps[-1]
+        if turn.action == "accept":
+            steps[-1] = Step(last.case, last.padded, last.fill, last.follows, counts)
+            lens = tuple(p + taken for p, taken in zip(last.case.prefix_lens, counts, strict=True))
+            continue
+        follows = turn.action if turn.action in ("renew", "resume") else "same"
+        if follows == "renew":
+            lens = (0,) * case.batch_size
+        elif follows == "resume":
+            lens = tuple(p + track for p, track in zip(own.prefix_lens, own.track_lens, strict=True))
+        forward = {"decode": ForwardMode.DECODE, "verify": ForwardMode.TARGET_VERIFY}.get(turn.action, ForwardMode.EXTEND)
+        batch = own.but(
+            forward=forward,
+            prefix_lens=lens,
+            new_lens=counts,
+            track_lens=(),
+            draft_kind=case.draft_kind if turn.action == "verify" else None,
+            seed=case.seed + len(steps),
+        )
+        steps.append(Step(batch, batch.batch_size, follows=follows))
+        lens = batch.kv_lens
+    return tuple(steps)
+
+
 def vary(case: Case, size: int, salt: int, trend: int = 0) -> Case:
     """A batch like ``case`` with ``size`` requests, other lengths and other data; options stay.
 
@@ -92,7 +150,7 @@ def vary(case: Case, size: int, salt: int, trend: int = 0) -> Case:
     rng.shuffle(order)
     page = case.page_size if case.page_size <= 64 else 5
     steps = [step for step in (-3, -2, -1, 1, 2, 3, page) if step * trend >= 0]
-    prefixes, news = [], []
+    prefixes, news, tracks = [], [], []
     for source in order:
         prefix, new = case.prefix_lens[source], case.new_lens[source]
         if prefix:
@@ -102,10 +160,13 @@ def vary(case: Case, size: int, salt: int, trend: int = 0) -> Case:
             new = max(1, min(new, LONG_NEW) + rng.choice([step for step in (-2, -1, 0, 1, 2, 3) if step * trend >= 0]))
         prefixes.append(prefix)
         news.append(new)
+        if case.track_lens:
+            track = case.track_lens[source]
+            tracks.append(new if track == case.new_lens[source] else min(track, new))
     trees = tuple(case.tree(source) for source in order) if len(case.trees) > 1 else case.trees
     if len(trees) == 1:
         trees = tuple(_regrafted(trees[0], salt + index) for index in range(size))
-    return case.but(prefix_lens=tuple(prefixes), new_lens=tuple(news), trees=trees, seed=case.seed + salt)
+    return case.but(prefix_lens=tuple(prefixes), new_lens=tuple(news), track_lens=tuple(tracks), trees=trees, seed=case.seed + salt)
 
 
 def _regrafted(tree: Tree, turns: int) -> Tree:

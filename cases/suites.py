@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from attnmatrix.cases import layouts, speculative
+from attnmatrix.cases import layouts, speculative, state_stories
 from attnmatrix.cases.case import AttentionKind, Case, Scratch
 from attnmatrix.cases.modes import RunnerMode
 
@@ -28,12 +28,12 @@ def modes_of(case: Case) -> tuple[RunnerMode, ...]:
 
 
 def drives(mode: RunnerMode, case: Case) -> bool:
-    """Whether a runner mode can drive a case. A graph needs a token to capture and a scratch page for padding, a verify graph
+    """Whether a runner mode can drive a case. Stories run without graphs. A graph needs a token to capture and a scratch page for padding, a verify graph
     the same number of draft tokens in every request."""
     if case.forward not in mode.forward_modes:
         return False
     uniform = mode is not RunnerMode.VERIFY_CG or len(set(case.new_lens)) == 1
-    return not mode.uses_graph or (case.num_tokens > 0 and case.scratch is not Scratch.NONE and uniform)
+    return not mode.uses_graph or (not case.story and case.num_tokens > 0 and case.scratch is not Scratch.NONE and uniform)  # fmt: skip
 
 
 def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
@@ -44,6 +44,9 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
         if softmax:
             yield from speculative.verify_windows()
             yield from speculative.verify_options()
+        else:
+            yield from state_stories.verify_branches()
+            yield from state_stories.verify_stories()
         return
     if mode is RunnerMode.HANDOFF:
         yield from layouts.conversations(kind)
@@ -69,3 +72,7 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from layouts.large_shapes()
     else:
         yield from layouts.state_variants()
+        yield from state_stories.snapshots()
+        if mode is RunnerMode.EAGER:
+            yield from state_stories.kernel_branches()
+            yield from state_stories.extend_stories()

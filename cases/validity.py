@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from attnmatrix.cases.options import DRAFT_KINDS, DTYPES, KV_DTYPES
+from attnmatrix.cases.story import story_problem
 
 if TYPE_CHECKING:
     from attnmatrix.cases.case import Case
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 def problem_of(case: Case) -> str | None:
     """The first rule that ``case`` breaks, in words; None for a valid case."""
-    return _shape_problem(case) or _option_problem(case) or _kind_problem(case) or _forward_problem(case)
+    return _shape_problem(case) or _option_problem(case) or _kind_problem(case) or _forward_problem(case) or _state_problem(case)
 
 
 def _shape_problem(case: Case) -> str | None:
@@ -33,6 +34,7 @@ def _option_problem(case: Case) -> str | None:
     for label, value, known in (
         ("dtype", case.dtype, DTYPES),
         ("KV dtype", case.kv_dtype, (None, *KV_DTYPES)),
+        ("state dtype", case.state_dtype, (None, *DTYPES)),
         ("draft kind", case.draft_kind, (None, *DRAFT_KINDS)),
     ):
         if value not in known:
@@ -52,7 +54,9 @@ def _option_problem(case: Case) -> str | None:
 def _kind_problem(case: Case) -> str | None:
     """Options of the scores and of the KV cache mean nothing to a kind that has neither."""
     if case.kind == "softmax":
-        return None
+        states = {"state dtype": case.state_dtype, "snapshots": case.track_lens, "story": case.story, "shard": case.shard != (0, 1)}
+        wrong = [label for label, value in states.items() if value]
+        return f"softmax attention has no {', '.join(wrong)}" if wrong else None
     given = {"window": case.window, "soft cap": case.soft_cap, "sinks": case.sinks, "ALiBi": case.alibi, "KV dtype": case.kv_dtype}
     wrong = [label for label, value in given.items() if value]
     return f"{case.kind.value} attention has no {', '.join(wrong)}" if wrong else None
@@ -77,3 +81,23 @@ def _forward_problem(case: Case) -> str | None:
         if any(not -1 <= parent < node for node, parent in enumerate(tree)):
             return "a tree node's parent must come before it (-1 for a root)"
     return None
+
+
+def _state_problem(case: Case) -> str | None:
+    """Snapshots, stories and shards of kinds with a recurrent state."""
+    rank, ranks = case.shard
+    if not 0 <= rank < ranks:
+        return f"rank {rank} of {ranks}: a shard is (rank, ranks)"
+    if case.track_lens:
+        if case.forward not in ("extend", "mixed", "decode"):
+            return "snapshots are taken in extend, mixed and decode batches"
+        if len(case.track_lens) != len(case.new_lens):
+            return f"{len(case.track_lens)} snapshot lengths for {len(case.new_lens)} requests"
+        if any(not 0 <= track <= new for track, new in zip(case.track_lens, case.new_lens, strict=True)):
+            return "a snapshot is taken after 0 (none) to all new tokens"
+    if not case.story:
+        return None
+    if case.trees:
+        return "a story accepts draft tokens of chains"
+    verifies = case.forward == "target_verify"
+    return story_problem(case.story, case.batch_size, verifies, case.track_lens, case.prefix_lens, case.new_lens)

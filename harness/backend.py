@@ -58,6 +58,16 @@ class AttentionBackend(ABC):
         """Whether :meth:`forward_with_lse` is there to be judged."""
         return type(self).forward_with_lse is not AttentionBackend.forward_with_lse
 
+    def commit(self, accepted: Tensor, batch: Batch) -> None:
+        """After the target_verify ``batch``: make the state of each request's last accepted draft token its live state in every layer.
+
+        ``accepted`` int64 ``[R]``, 0 leaves the live state. Engines do this on the pools; a backend may bring its own.
+        """
+        from attnmatrix.harness.commit import commit_states
+
+        assert self.context.states is not None
+        commit_states(self.context.states, self.context.num_layers, batch, accepted)
+
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
         """What was prepared, for checks that outputs cannot make; optional."""
         return None

@@ -52,6 +52,8 @@ class Batch:
     cu_seqlens_q: Tensor  # on gpu; int32 [R + 1]
     state_indices: Tensor | None = None  # on gpu; int32 [R]; slot in the state pool, -1 touches nothing (linear kinds)
     drafts: DraftTree | None = None  # target_verify only
+    track_lens: Tensor | None = None  # on gpu; int32 [R]; new tokens after which the state is snapshot, 0: not at all (linear kinds)
+    track_state_indices: Tensor | None = None  # on gpu; int32 [R]; slot in the state pool that takes the snapshot, -1: none
     attn_metadata: Any = field(default=None, repr=False)  # set by prepare_metadata
 
     @property

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
+from attnmatrix.cases.story import parse_story
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.context import Context
@@ -36,6 +37,7 @@ class Control:
     context: Callable[[World, Context], Context] = lambda world, context: context
     batch: Callable[[Batch, Context], Batch] = lambda batch, context: batch
     inputs: Callable[[Tensor, Tensor, Tensor], Inputs] = lambda q, k, v: (q, k, v)
+    accepted: Callable[[Tensor], Tensor] = lambda accepted: accepted
 
 
 class TamperedBackend(AttentionBackend):
@@ -67,6 +69,11 @@ class TamperedBackend(AttentionBackend):
 
     def prepare_for_replay(self, batch: Batch) -> None:
         self.inner.prepare_for_replay(batch)
+
+    def commit(self, accepted: Tensor, batch: Batch) -> None:
+        self.inner.commit(
+            self.control.accepted(accepted), replace(self.control.batch(batch, self.context), attn_metadata=batch.attn_metadata)
+        )
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
         return self.inner.inspect_metadata(batch)
@@ -142,6 +149,19 @@ def _moved_boundary(batch: Batch, context: Context) -> Batch:
         seq_lens=batch.seq_lens + (0 if batch.forward_mode.seq_lens_is_prefix else starts.diff() - batch.cu_seqlens_q.diff()),
         cu_seqlens_q=starts,
     )
+
+
+def _other_snapshot(batch: Batch, context: Context) -> Batch:
+    """Every snapshot taken one token earlier, or later where it is the first token's."""
+    if batch.track_lens is None:
+        return batch
+    moved = torch.where(batch.track_lens > 1, batch.track_lens - 1, 2 * batch.track_lens)
+    return replace(batch, track_lens=moved)
+
+
+def _accepts(case: Case) -> bool:
+    """A story whose commits one draft token less would change."""
+    return any(turn.action == "accept" and any(turn.counts) for turn in parse_story(case.story))
 
 
 def _chain(batch: Batch, context: Context) -> Batch:
@@ -246,6 +266,13 @@ CONTROLS: tuple[Control, ...] = (
     Control(
         "wrong-decay", "decay", "decay rates of the heads reversed", lambda c: _linear(c) and _has_prefix(c) and c.heads.q > 1,
         context=lambda world, context: replace(context, slopes=context.slopes.flip(1) if context.slopes is not None else None),
+    ),
+    Control(
+        "other-snapshot", "snapshot", "snapshots taken one token earlier or later", lambda c: any(c.track_lens) and c.forward is not ForwardMode.DECODE,
+        batch=_other_snapshot,
+    ),
+    Control(
+        "one-less-accepted", "commit", "one draft token less committed", _accepts, accepted=lambda accepted: (accepted - 1).clamp(min=0)
     ),
 )  # fmt: skip
 """All controls."""

@@ -1,7 +1,8 @@
 """Each case's share of its cell's probes, negative controls and properties.
 
 Sampled cells (see ``row_suite``) try one probe a case, in turn, and fewer controls and properties. Graph modes, where a case is six or more
-replays, try two probes a case, the second in turn, unless everything was asked for.
+replays, try two probes a case, the second in turn, and long batches and stories of kinds with a state one, unless everything was asked
+for.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from attnmatrix.cases.case import Case
+from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.pairwise import work
 from attnmatrix.harness.capabilities import Supported
@@ -19,6 +20,7 @@ from attnmatrix.harness.properties import examines
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.row_suite import is_sampled, row_suite
 
+LONG_WORK = 4_000_000  # see ``row_suite.work``
 TRIES = {False: 2, True: 1}  # cases of a cell that try each control: eager modes, graph modes (which cost more)
 
 
@@ -36,7 +38,9 @@ def share_of(row: Row, mode: RunnerMode, case: Case, device: str, full: bool) ->
     sampled = is_sampled(row, device, full)
     turn = int(case.content_hash, 16)
     probes: tuple[Probe, ...] = (PROBES[turn % len(PROBES)],) if sampled else PROBES
-    if mode.uses_graph and not sampled and not full:
+    if case.kind is not AttentionKind.SOFTMAX and work(case) > LONG_WORK and not full:
+        probes = (PROBES[turn % len(PROBES)],)
+    elif mode.uses_graph and not sampled and not full:
         probes = (PROBES[0], PROBES[1 + turn % (len(PROBES) - 1)])
     shares = _control_shares(row, mode, device, full)
     own = case.id in {member.id for member in row_suite(row, mode, device, full)}

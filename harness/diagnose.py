@@ -25,6 +25,7 @@ ALIKE = 0.1
 LONGEST = 20.0
 """Estimated seconds (see ``_seconds``) above which a case is not diagnosed."""
 UNEXPLAINED = "unexplained"
+RAISES, RAISED = "raises: ", "no diagnosis: the run ended in an exception,"
 OUT_OF_BOUNDS = "no diagnosis: a write out of bounds ended the run"
 CONTINUED = "no diagnosis: later steps go on with what a wrong one left"
 TOO_LARGE = "no diagnosis: the case is too large to try every fault on it"
@@ -56,7 +57,10 @@ class Diagnosis:
         return self.why in (TOO_LARGE, OUT_OF_BOUNDS, CONTINUED)
 
     def confirms(self, declared: str) -> bool:
-        """Whether a declared diagnosis, a fault's id or sentence or ``unexplained``, is what was found."""
+        """Whether a declared diagnosis, a fault's id or sentence, ``unexplained`` or ``raises: `` and part of the exception's text, is what
+        was found."""
+        if declared.startswith(RAISES):
+            return self.why.startswith(RAISED) and declared.removeprefix(RAISES) in self.why
         if not self.faults:
             return declared == UNEXPLAINED and self.why.startswith(UNEXPLAINED)
         return any(declared in (fault.id, fault.diagnosis) for fault in self.faults)
@@ -78,10 +82,12 @@ def diagnose(row: Row, mode: RunnerMode, case: Case, device: torch.device, trial
     """What explains a failing ``trial``. The faults tried are those of the row's kind that apply to the case in this mode."""
     if isinstance(trial.error, OutOfBoundsWrite):
         return Diagnosis(why=OUT_OF_BOUNDS)
+    if trial.error is not None:
+        return Diagnosis(why=f"{RAISED} {_chain(trial.error)}")
+    if not trial.outputs:
+        return Diagnosis(why="no diagnosis: nothing was run")
     if mode is RunnerMode.HANDOFF:
         return Diagnosis(why=CONTINUED)
-    if trial.error is not None or not trial.outputs:
-        return Diagnosis(why="no diagnosis: the run ended in an exception")
     if any(len(outputs) != len(trial.outputs[0]) for outputs in trial.outputs):
         return Diagnosis(why="no diagnosis: attention did not run once for each layer")
     candidates = [fault for fault in faults() if fault.attention is row.kind and fault.applies(case, mode)]
@@ -102,6 +108,16 @@ def diagnose(row: Row, mode: RunnerMode, case: Case, device: torch.device, trial
         return Diagnosis(why=f"{UNEXPLAINED}: none of {len(candidates)} faults produces the same", **other)  # type: ignore[arg-type]
     subject = next((name for name in ("output", "state", "intermediate state") if name in wrong), "write")
     return Diagnosis(tuple(fit.fault for fit in told), max(fit.error for fit in told), subject, **other)  # type: ignore[arg-type]
+
+
+def _chain(error: BaseException) -> str:
+    """The exception and those that caused it, in one line."""
+    told: list[str] = []
+    current: BaseException | None = error
+    while current is not None and len(told) < 8:
+        told.append(f"{type(current).__name__}: {current}")
+        current = current.__cause__ or current.__context__
+    return " ".join(" from ".join(told).split())
 
 
 def _seconds(case: Case, mode: RunnerMode) -> float:

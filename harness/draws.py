@@ -10,6 +10,8 @@ from torch import Tensor
 
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.placement import shared_prefix_len
+from attnmatrix.cases.schedule import Schedule
+from attnmatrix.harness.dtypes import TORCH_DTYPES
 from attnmatrix.harness.probes import Probe, needle_queries, orthogonal_keys, peaked
 
 NUM_LAYERS = 2
@@ -46,6 +48,8 @@ class StepData:
     hidden: Tensor
     inputs: tuple[LayerInputs, ...]
     prefixes: tuple[Prefix, ...]
+    follows: str = ""  # see cases.schedule.Step
+    accepted: tuple[int, ...] | None = None
 
 
 def extended(step: StepData, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Prefix, ...]:
@@ -70,22 +74,20 @@ class Draws:
     def __init__(self, probe: Probe, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> None:
         self.probe, self.generator, self.dtype, self.device = probe, generator, dtype, device
 
-    def steps(self, batches: Sequence[Case], continued: bool = False) -> tuple[StepData, ...]:
-        """The batches with their data; requests are numbered batch by batch. ``continued``: all batches are of the same requests, and
-        what a later one has cached is what was planned for those before."""
+    def steps(self, planned: Schedule) -> tuple[StepData, ...]:
+        """The batches with their data. What a batch that follows another has cached is what was planned for those before; states that it
+        starts from are told by the history."""
         steps: list[StepData] = []
-        start = 0
-        for batch in batches:
-            requests = range(start, start + batch.batch_size)
-            start = 0 if continued else requests.stop
-            if continued and steps:
-                planned = steps[-1]
-                prefixes = extended(planned, [given.k.cpu() for given in planned.inputs], [given.v.cpu() for given in planned.inputs])
+        for plan, requests in zip(planned.steps, planned.requests, strict=True):
+            batch = plan.case
+            if plan.follows and batch.kind is AttentionKind.SOFTMAX:
+                given = steps[-1].inputs
+                prefixes = extended(steps[-1], [layer.k.cpu() for layer in given], [layer.v.cpu() for layer in given])
             else:
-                prefixes = self._prefixes(batch)
+                prefixes = self._prefixes(batch, drawn=not plan.follows)
             inputs = tuple(self._layer_inputs(batch, prefixes, layer) for layer in range(NUM_LAYERS))
             hidden = torch.randn(batch.num_tokens, HIDDEN, generator=self.generator).to(self.dtype).to(self.device)
-            steps.append(StepData(batch, requests, hidden, inputs, prefixes))
+            steps.append(StepData(batch, requests, hidden, inputs, prefixes, plan.follows, plan.accepted))
         return tuple(steps)
 
     def _draw(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -110,15 +112,16 @@ class Draws:
     def _placed(self, *planned: Tensor) -> LayerInputs:
         return LayerInputs(*(tensor.to(self.device) for tensor in planned))
 
-    def _prefixes(self, batch: Case) -> tuple[Prefix, ...]:
+    def _prefixes(self, batch: Case, drawn: bool) -> tuple[Prefix, ...]:
         heads = batch.heads
         prefixes: list[Prefix] = []
         if batch.kind is not AttentionKind.SOFTMAX:
             for length in batch.prefix_lens:
-                scale = batch.state_scale if length else 0.0
+                scale = batch.state_scale if length and drawn else 0.0
                 shape = (heads.q, heads.dim, heads.dim)
-                drawn = [torch.randn(shape, generator=self.generator) * scale for _ in range(NUM_LAYERS)]
-                prefixes.append(Prefix(states=tuple(drawn)))
+                held = TORCH_DTYPES[batch.state_dtype or "fp32"]
+                states = [torch.randn(shape, generator=self.generator) * scale if drawn else torch.zeros(shape) for _ in range(NUM_LAYERS)]
+                prefixes.append(Prefix(states=tuple(state.to(held).float() for state in states)))
             return tuple(prefixes)
         common = shared_prefix_len(batch)
         donor: Prefix | None = None

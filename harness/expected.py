@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.harness.draws import StepData
+from attnmatrix.harness.history import History
 from attnmatrix.harness.rounding import TF32_PRODUCTS, chunked_decay, softmax_rounded
 from attnmatrix.harness.runners.recorder import AttentionCall
 from attnmatrix.harness.world import World
-from attnmatrix.references.decayed_state import decayed_state_attention, decayed_state_sizes
+from attnmatrix.references.decayed_state import DecayedStateResult, decayed_state_attention, decayed_state_sizes
 from attnmatrix.references.softmax import softmax_attention
 from attnmatrix.references.visibility import key_positions, query_positions, visible_keys
 
@@ -35,12 +36,15 @@ class Quantity:
 
 
 def expected_quantities(world: World, step: StepData, call: AttentionCall) -> dict[str, Quantity]:
-    """``out`` and ``lse`` for softmax; ``out`` and ``state`` or, in target_verify, ``intermediate`` for linear kinds."""
+    """``out`` and ``lse`` for softmax; ``out``, ``state`` or, in target_verify, ``intermediate``, and ``snapshot`` for linear kinds.
+
+    A story's steps are to be asked for in order: each goes on from the one before.
+    """
     place = judging_device(step.case, world.device)
     q, k, v = (tensor.to(place) for tensor in (call.q, call.k, call.v))
     if world.case.kind is AttentionKind.SOFTMAX:
         return _softmax(world, step, call.layer, q, k, v, place)
-    return _lightning(world, step, call.layer, q, k, v, place)
+    return _lightning(world, step, call, q, k, v, place)
 
 
 def judging_device(case: Case, device: torch.device) -> torch.device:
@@ -87,28 +91,68 @@ def _softmax(world: World, step: StepData, layer: int, q: Tensor, new_k: Tensor,
     }
 
 
-def _lightning(world: World, step: StepData, layer: int, q: Tensor, k: Tensor, v: Tensor, place: torch.device) -> dict[str, Quantity]:
-    case, context = step.case, world.context
+def _lightning(
+    world: World, step: StepData, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, place: torch.device
+) -> dict[str, Quantity]:
+    case, context, layer = step.case, world.context, call.layer
     assert context.slopes is not None
-    slopes, verify = context.slopes[layer].to(place).double(), case.forward is ForwardMode.TARGET_VERIFY
+    assert context.states is not None
+    index = next(number for number, one in enumerate(world.steps) if one is step)
+    held = context.states.dtype
     initial = torch.stack([prefix.states[layer].to(place) for prefix in step.prefixes])
-    trees = [case.tree(r) for r in range(case.batch_size)] if case.trees else None
-    plain = {"slopes": slopes, "new_lens": case.new_lens, "scale": context.scale, "trees": trees, "keep_tokens": verify}
-    right = decayed_state_attention(q, k, v, initial, **plain)  # type: ignore[arg-type]
-    sizes = decayed_state_sizes(q, k, v, initial, **plain)  # type: ignore[arg-type]
-    base = decayed_state_attention(q, k, v, initial, dtype=torch.float32, **plain)  # type: ignore[arg-type]
-    base_out, base_final = base.out.to(world.dtype), base.final
-    steps = world.conventions.rounding_of(case, world.device.type)
-    if steps and trees is None:
-        rounded = chunked_decay(steps, q, k, v, initial, slopes, case.new_lens, context.scale)
-        base_out, base_final = rounded.out, rounded.final if TF32_PRODUCTS in steps else base_final
+    history = world.histories.before(index, layer, step.follows, initial)
+    right, base, sizes = _recurrences(world, step, history, q, k, v, context.slopes[layer].to(place).double())
     dots = math.sqrt(case.heads.dim)  # n additions of a dot product wander by sqrt(n) roundings (Higham and Mary 2019, theorem 2.4)
-    quantities = {"out": _conditioned(("token", "head"), right.out, base_out, sizes.out * dots)}
-    if right.tokens is not None and base.tokens is not None and sizes.tokens is not None and verify:
-        quantities["intermediate"] = _conditioned(("token", "head", "key row"), right.tokens, base.tokens, sizes.tokens)
+    quantities = {"out": _conditioned(("token", "head"), right.out, base.out, sizes.out * dots)}
+    after = History(right.final, base.final.to(held).float(), *sizes.final_parts)
+    if right.tokens is not None and base.tokens is not None and sizes.tokens is not None:
+        drafted = base.tokens.to(held).float()
+        quantities["intermediate"] = _conditioned(("token", "head", "key row"), right.tokens, drafted, sizes.tokens)
+        tokens = History(right.tokens, drafted, *sizes.token_parts)
+        after = history.accepted(tokens, case.new_lens, step.accepted or (0,) * case.batch_size)
     else:
-        quantities["state"] = _conditioned(("request", "head", "key row"), right.final, base_final, sizes.final)
+        quantities["state"] = _conditioned(("request", "head", "key row"), right.final, after.base, sizes.final)
+    if any(case.track_lens):
+        snapshot = _snapshot(world, step, history, q, k, v, context.slopes[layer].to(place).double())
+        taken = [r for r, track in enumerate(case.track_lens) if track]
+        size = (snapshot.plain + snapshot.weighted)[taken]
+        quantities["snapshot"] = _conditioned(("snapshot", "head", "key row"), snapshot.right[taken], snapshot.base[taken], size)
+        world.histories.snapshot(layer, snapshot)
+    world.histories.leave(index, layer, after)
     return quantities
+
+
+def _recurrences(
+    world: World, step: StepData, history: History, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, whole: Case | None = None
+) -> tuple[DecayedStateResult, DecayedStateResult, DecayedStateResult]:
+    """The right results, the baseline's (float32, ``out`` in the case's dtype) and their sizes; tokens are kept in target_verify.
+    ``whole``: the batch that these tokens were cut from, whose roundings they meet."""
+    case, scale = step.case, world.context.scale
+    trees = [case.tree(r) for r in range(case.batch_size)] if case.trees else None
+    plain = {"slopes": slopes, "new_lens": case.new_lens, "scale": scale, "trees": trees}
+    plain["keep_tokens"] = case.forward is ForwardMode.TARGET_VERIFY
+    right = decayed_state_attention(q, k, v, history.right, **plain)  # type: ignore[arg-type]
+    sizes = decayed_state_sizes(q, k, v, history.plain, weighted=history.weighted, **plain)  # type: ignore[arg-type]
+    base = decayed_state_attention(q, k, v, history.base, dtype=torch.float32, **plain)  # type: ignore[arg-type]
+    base_out, base_final = base.out.to(world.dtype), base.final
+    steps = world.conventions.rounding_of(whole or case, world.device.type)
+    if steps and trees is None:
+        rounded = chunked_decay(steps, q, k, v, history.base, slopes, case.new_lens, scale)
+        base_out, base_final = rounded.out, rounded.final if TF32_PRODUCTS in steps else base_final
+    if plain["keep_tokens"]:
+        return right, replace(base, out=base_out, final=base_final), sizes
+    return replace(right, tokens=None), replace(base, out=base_out, final=base_final, tokens=None), replace(sizes, tokens=None)
+
+
+def _snapshot(world: World, step: StepData, history: History, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> History:
+    """The states after each request's first ``track_lens`` new tokens; what it started from where that is 0."""
+    case = step.case
+    starts = [sum(case.new_lens[:request]) for request in range(case.batch_size)]
+    at = [start + token for start, track in zip(starts, case.track_lens, strict=True) for token in range(track)]
+    cut = replace(step, case=case.but(new_lens=case.track_lens, track_lens=(), forward=ForwardMode.EXTEND))
+    right, base, sizes = _recurrences(world, cut, history, q[at], k[at], v[at], slopes, case)
+    assert world.context.states is not None
+    return History(right.final, base.final.to(world.context.states.dtype).float(), *sizes.final_parts)
 
 
 def _conditioned(labels: tuple[str, ...], reference: Tensor, baseline: Tensor, absolute: Tensor) -> Quantity:

@@ -39,10 +39,10 @@ class ForcedBackend(AttentionBackend):
     def __init__(self, world: World, inner: AttentionBackend, outputs: Sequence[Sequence[Tensor]], seen: Seen) -> None:
         super().__init__(world.context)
         self.inner, self.outputs, self.seen = inner, outputs, seen
-        self.steps = {
-            (tuple(world.req_rows[request] for request in step.requests), step.case.new_lens): index
-            for index, step in enumerate(world.steps)
-        }
+        self.steps: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for index, step in enumerate(world.steps):
+            rows = tuple(world.req_rows[request] for request in step.requests)
+            self.steps.setdefault((rows, step.case.new_lens), []).append(index)
         self.found: dict[tuple[int, int], Tensor] = {}
         self.static: dict[tuple[int, int], _Static] = {}  # by padded size and layer
         self.replaying: tuple[int, int, int] | None = None  # padded size, step, live tokens
@@ -61,7 +61,7 @@ class ForcedBackend(AttentionBackend):
             static = self.static[key]
             static.noted.copy_(own)
             return torch.where(static.live, static.given, own)
-        step = self._step(batch)
+        step = self._step(batch, layer_id)
         if step is None:
             return own
         given, live = own.clone(), len(self.outputs[step][layer_id])
@@ -70,10 +70,15 @@ class ForcedBackend(AttentionBackend):
         self.seen(step, layer_id, own[:live])
         return given
 
-    def _step(self, batch: Batch) -> int | None:
-        """The step that a batch is; None for the dummy batch of a warm-up. Requests have a row of their own each."""
+    def _step(self, batch: Batch, layer: int = -1) -> int | None:
+        """The step that a batch is; None for the dummy batch of a warm-up. Requests have a row of their own each; of the batches of a story,
+        which may look alike, the first whose ``layer`` has not run."""
         rows = tuple(batch.req_pool_indices[: batch.size].tolist())
-        return self.steps.get((rows, batch.new_lens[: batch.size]))
+        alike = self.steps.get((rows, batch.new_lens[: batch.size]), [])
+        return next((index for index in alike if (index, layer) not in self.found), alike[-1] if alike else None)
+
+    def commit(self, accepted: Tensor, batch: Batch) -> None:
+        self.inner.commit(accepted, batch)
 
     def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
         self.inner.init_capture_graph(max_seq_len, batch_sizes)

@@ -49,6 +49,7 @@ class Guards:
     def check(self, run: StepRun) -> list[str]:
         """One line for each violation of one step, empty when all is as it should be."""
         world, step = self.world, self.world.steps[run.index]
+        self._expect_commit(run.index - 1)
         problems = [*self._tables(), *self._canaries()]
         for call in run.calls:
             problems += [f"layer {call.layer}: forward modified its input {name}" for name in call.changed_inputs()]
@@ -58,10 +59,19 @@ class Guards:
             verify = step.case.forward is ForwardMode.TARGET_VERIFY
             rows = [r for r, new in enumerate(step.case.new_lens) if new or not step.case.prefix_lens[r]]
             own = {world.state_slots[step.requests[r]] for r in rows}
+            own |= {world.track_slots[r] for r in step.requests if step.case.track_lens and r in world.track_slots}
             spots = {(r, d) for r, new in enumerate(step.case.new_lens) for d in range(new)}
             problems += self._compare_states({} if verify else dict.fromkeys(range(NUM_LAYERS), own), spots if verify else {})
         self._remember()
         return problems
+
+    def _expect_commit(self, index: int) -> None:
+        """What was remembered, as the commit after step ``index`` should have left it: bits of the intermediate states."""
+        accepted = self.world.steps[index].accepted if index >= 0 else None
+        for state, drafted in self._states if accepted is not None else ():
+            for row, (request, count) in enumerate(zip(self.world.steps[index].requests, accepted or (), strict=True)):
+                if count:
+                    state[self.world.state_slots[request]] = drafted[row, count - 1]
 
     def _tables(self) -> list[str]:
         return [f"{name} was modified" for name, tensor in self._constants.items() if not torch.equal(self._before[name], tensor)]

@@ -61,6 +61,9 @@ class HybridBackend(AttentionBackend):
     def prepare_for_replay(self, batch: Batch) -> None:
         self.captured.prepare_for_replay(batch)
 
+    def commit(self, accepted: Tensor, batch: Batch) -> None:
+        self.side(batch.forward_mode).commit(accepted, batch)
+
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
         return self.side(batch.forward_mode).inspect_metadata(batch)
 

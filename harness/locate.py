@@ -50,12 +50,15 @@ def locate(measurement: Measurement, batch: Case, plan: PoolPlan, first_request:
     ones of the pool ``plan``."""
     ratio = measurement.ratio.view(measurement.shape)
     axes = dict(zip(measurement.labels, _unravel(measurement.worst, measurement.shape), strict=True))
-    owners = (
-        torch.tensor([r for r, new in enumerate(batch.new_lens) for _ in range(new)]) if "token" in axes else torch.arange(batch.batch_size)
-    )
+    if "token" in axes:
+        owners = torch.tensor([r for r, new in enumerate(batch.new_lens) for _ in range(new)])
+    else:
+        owners = torch.tensor(
+            [r for r, track in enumerate(batch.track_lens) if track] if "snapshot" in axes else list(range(batch.batch_size))
+        )
     bad = (ratio > 1).cpu()
     token, position, page, slot = axes.get("token"), None, None, None
-    request = int(owners[token]) if token is not None else axes["request"]
+    request = int(owners[token]) if token is not None else int(owners[axes.get("snapshot", axes.get("request", 0))])
     if token is not None:
         own = token - sum(batch.new_lens[:request])
         position = batch.prefix_lens[request] + batch.depths(request)[own]
@@ -77,8 +80,7 @@ def locate_worst(measurements: Iterable[Measurement], case: Case, mode: RunnerMo
         return None
     plan = schedule(case, mode)
     worst = max(wrong, key=lambda m: float(m.ratio.max()))
-    first_request = 0 if plan.continued else sum(batch.batch_size for batch in plan.batches[: worst.step])
-    return locate(worst, plan.batches[worst.step], plan_pool(plan.owners), first_request)
+    return locate(worst, plan.batches[worst.step], plan_pool(plan.owners), plan.requests[worst.step].start)
 
 
 def _unravel(index: int, shape: tuple[int, ...]) -> list[int]:

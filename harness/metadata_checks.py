@@ -65,6 +65,9 @@ class InspectedBackend(AttentionBackend):
         self.inner.prepare_for_replay(batch)
         self._inspect(batch, batch.size)
 
+    def commit(self, accepted: Tensor, batch: Batch) -> None:
+        self.inner.commit(accepted, batch)
+
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
         return self.inner.inspect_metadata(batch)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from attnmatrix.cases.case import AttentionKind
 from attnmatrix.harness.draws import HIDDEN, NUM_LAYERS, LayerInputs
 from attnmatrix.harness.world import World
 
@@ -26,7 +27,7 @@ class TwoLayerModel(torch.nn.Module):
     def __init__(self, world: World) -> None:
         super().__init__()
         heads = world.case.heads
-        self.heads, self.strided = heads, world.case.strided
+        self.heads, self.strided, self.linear = heads, world.case.strided, world.case.kind is not AttentionKind.SOFTMAX
         generator = torch.Generator().manual_seed(world.case.data_seed ^ 0x30DE1)
         width = (heads.q + 2 * heads.kv) * heads.dim
         for layer in range(NUM_LAYERS):
@@ -36,7 +37,8 @@ class TwoLayerModel(torch.nn.Module):
             self.register_buffer(f"outward{layer}", outward.to(world.dtype).to(world.device))
 
     def before(self, layer: int, hidden: Tensor, planned: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of one layer; views of one fused buffer when the case is ``strided``."""
+        """Query, key and value of one layer; views of one fused buffer when the case is ``strided``. Kinds with as many keys as queries
+        get three strides: there keys lie in a buffer with the values, which are contiguous once more."""
         heads = self.heads
         mixed = rms_norm(hidden) @ getattr(self, f"inward{layer}")
         parts = (planned.q, planned.k, planned.v)
@@ -44,6 +46,8 @@ class TwoLayerModel(torch.nn.Module):
         if self.strided:
             mixed = mixed + torch.cat([part.flatten(1) for part in parts], dim=-1)
         pieces = mixed[:, :q_end], mixed[:, q_end:k_end], mixed[:, k_end:]
+        if self.strided and self.linear:
+            pieces = pieces[0], torch.cat(pieces[1:], dim=-1)[:, : k_end - q_end], pieces[2].contiguous()
         q, k, v = (piece.unflatten(-1, (-1, heads.dim)) for piece in pieces)
         return (q, k, v) if self.strided else (parts[0] + q, parts[1] + k, parts[2] + v)
 

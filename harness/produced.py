@@ -10,7 +10,7 @@ from attnmatrix.harness.world import World
 
 
 def produced_states(world: World, index: int, layer: int) -> dict[str, Tensor]:
-    """Copies of ``state`` ``[R, H, K, V]`` and, in target_verify, ``intermediate`` ``[T, H, K, V]`` after step ``index``.
+    """Copies of ``state`` ``[R, H, K, V]``, ``snapshot`` of the requests that have one and, in target_verify, ``intermediate`` ``[T, H, K, V]`` after step ``index``.
 
     Empty for kinds without states. A request without any token has no state to be right about: its rows are zero.
     """
@@ -22,6 +22,8 @@ def produced_states(world: World, index: int, layer: int) -> dict[str, Tensor]:
         if not length:
             found[row] = 0
     if step.case.forward is not ForwardMode.TARGET_VERIFY:
-        return {"state": found}
+        taken = [world.track_slots[request] for request in step.requests if request in world.track_slots] if step.case.track_lens else []
+        snapshots = {"snapshot": states.as_kv(states.state(layer))[taken].clone()} if taken else {}
+        return {"state": found, **snapshots}
     drafted = states.as_kv(states.intermediate(layer))
     return {"state": found, "intermediate": torch.cat([drafted[row, :new] for row, new in enumerate(step.case.new_lens)])}

@@ -13,6 +13,7 @@ from attnmatrix.harness.baseline import score_baseline, softmax_baseline
 from attnmatrix.harness.online_softmax import Arithmetic, added_at_once, furthest, rounded_after_use, rounded_and_split
 
 PARTIAL_SUMS = "partial sums of 32 key dims in the input dtype"
+WIDE_PARTIAL_SUMS = "partial sums of 128 key dims in the input dtype"
 TF32_PRODUCTS = "products of factors cut to TF32"
 SINK_RESCALE = "output rounded once before the sink rescales it"
 ROUNDED_AFTER_USE = "running sum and output in the input dtype, the running maximum rounded after its use"
@@ -21,7 +22,7 @@ WEIGHTS_ADDED = "weights of a page added one by one in the input dtype"
 ELEMENT_PRODUCTS = "products of a query's and a key's elements in the input dtype"
 
 CHUNK = 32  # tokens that Lightning's prefill kernels take at a time
-KEY_SPLIT = 32  # key dims per partial sum
+KEY_SPLITS = {PARTIAL_SUMS: 32, WIDE_PARTIAL_SUMS: 128}  # key dims per partial sum
 _TF32_CUT = -(1 << 13)  # mask that leaves 10 of float32's 23 mantissa bits, as tensor cores read a float32 operand
 
 
@@ -128,9 +129,9 @@ def chunked_decay(
     Arguments as in :func:`attnmatrix.references.decayed_state.decayed_state_attention`. Token i of a chunk of n is scaled by
     ``exp(slope * (n - 1 - i))``, its key by the inverse (lightning attention, arXiv 2401.04658, algorithm 1).
     """
-    _check(steps, (PARTIAL_SUMS, TF32_PRODUCTS))
+    _check(steps, (PARTIAL_SUMS, WIDE_PARTIAL_SUMS, TF32_PRODUCTS))
     cut = _tf32 if TF32_PRODUCTS in steps else _exact
-    splits = q.shape[2] // KEY_SPLIT if PARTIAL_SUMS in steps else 1
+    splits = next((q.shape[2] // KEY_SPLITS[step] for step in sorted(steps) if step in KEY_SPLITS), 1)
     rate = slopes.float().view(-1, 1, 1)
     qs, ks = (t.float().unflatten(2, (splits, -1)).permute(2, 1, 0, 3) for t in (q, k))  # [S, H, T, K / S]
     vs = v.float().transpose(0, 1)  # [H, T, V]

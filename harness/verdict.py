@@ -83,5 +83,7 @@ def _actual(world: World, step: StepData, call: AttentionCall, name: str, quanti
             if not prefix and not new:
                 found[row] = quantity.reference[row].to(found)  # a request without a token has no state to be right about
         return found
+    if name == "snapshot":
+        return states.as_kv(states.state(call.layer))[[world.track_slots[r] for r in step.requests if r in world.track_slots]].clone()
     drafted = states.as_kv(states.intermediate(call.layer))
     return torch.cat([drafted[row, :new] for row, new in enumerate(step.case.new_lens)])

@@ -15,10 +15,15 @@ from attnmatrix.harness.context import Context
 from attnmatrix.harness.draft_tree import draft_tree
 from attnmatrix.harness.draws import NUM_LAYERS, Draws, LayerInputs, StepData
 from attnmatrix.harness.dtypes import TORCH_DTYPES
+from attnmatrix.harness.history import Histories
 from attnmatrix.harness.pools import KVPool, StatePool
 from attnmatrix.harness.probes import Poison, Probe, fill_keys, fill_states, fill_values
 from attnmatrix.harness.token_table import SPARE_ROWS, spread, token_table
 from attnmatrix.references.slopes import alibi_slopes, lightning_slopes
+
+UNTOUCHED = 54321.0
+"""What state slots hold that nobody may read, in batches that snapshot states; representable in every dtype but fp16 and bf16, which hold
+the value next to it."""
 
 
 class World:
@@ -34,17 +39,25 @@ class World:
             raise ValueError(f"runner mode {mode.value} does not drive {case.forward.value} batches")
         self.case, self.mode, self.probe, self.conventions, self.device = case, mode, probe, conventions, device
         self.schedule: Schedule = plan or schedule(case, mode)
-        self.pool_plan: PoolPlan = plan_pool(self.schedule.owners)
+        self.requests = self.schedule.requests
+        owners = self.schedule.owners
+        self.pool_plan: PoolPlan = plan_pool(owners)
         self.dtype = TORCH_DTYPES[case.dtype]
         self.generator = torch.Generator().manual_seed(case.data_seed)
-        self.num_requests = sum(batch.batch_size for batch in self.schedule.owners)
+        self.num_requests = max((requests.stop for requests in self.requests), default=0)
         self.req_rows = spread(self.num_requests, case.data_seed)
-        self.state_slots = spread(self.num_requests, case.data_seed ^ 0x57A7E)  # another order: a row is no slot
-        lens = [n for batch in self.schedule.owners for n in batch.kv_lens]
+        tracked = [r for requests, batch in zip(self.requests, self.schedule.batches, strict=True) for r in _tracked(requests, batch)]
+        slots = spread(self.num_requests + len(tracked), case.data_seed ^ 0x57A7E)  # another order: a row is no slot
+        self.state_slots, self.track_slots = slots[: self.num_requests], dict(zip(tracked, slots[self.num_requests :], strict=True))
+        for requests, step in zip(self.requests, self.schedule.steps, strict=True):
+            if step.follows == "resume":
+                self.state_slots[requests.start : requests.stop] = [self.track_slots[first] for first in self.requests[0]]
+        self.histories = Histories()
+        lens = [n for batch in owners for n in batch.kv_lens]
         self.req_to_token = token_table(self.pool_plan, self.req_rows, lens, probe.poison, case.data_seed).to(device)
         self.context = self._context()
         self._poison()
-        self.steps = Draws(probe, self.generator, self.dtype, device).steps(self.schedule.batches, self.schedule.continued)
+        self.steps = Draws(probe, self.generator, self.dtype, device).steps(self.schedule)
         self._fill_live()
         self._plant_nan()
 
@@ -63,19 +76,21 @@ class World:
         widest = max([1, *(n for batch in batches for n in batch.new_lens)])
         kv = states = slopes = None
         if linear:
-            drafts = widest if case.forward.seq_lens_is_prefix else 1
+            drafts = widest if any(batch.forward.seq_lens_is_prefix for batch in batches) else 1
             states = StatePool(
-                self.num_requests + SPARE_ROWS,
+                self.num_requests + len(self.track_slots) + SPARE_ROWS,
                 heads.q,
                 heads.dim,
                 NUM_LAYERS,
-                torch.float32,
+                TORCH_DTYPES[case.state_dtype or "fp32"],
                 self.device,
                 layout.state_layout,
                 max_reqs,
                 drafts,
             )
-            per_layer = [lightning_slopes(heads.q, layer, NUM_LAYERS) for layer in range(NUM_LAYERS)]
+            rank, ranks = case.shard
+            own = slice(rank * heads.q, (rank + 1) * heads.q)
+            per_layer = [lightning_slopes(heads.q * ranks, layer, NUM_LAYERS)[own] for layer in range(NUM_LAYERS)]
             slopes = torch.stack(per_layer).float().to(self.device)
         else:
             kv_dtype = TORCH_DTYPES[case.kv_dtype] if case.kv_dtype else self.dtype
@@ -114,12 +129,15 @@ class World:
             if states is not None:
                 fill_states(poison, states.state(layer), generator)
                 fill_states(poison, states.intermediate(layer), generator)
+                if self.track_slots:
+                    others = [slot for slot in range(states.num_slots) if slot not in self.state_slots]
+                    states.state(layer)[[*others, *self.track_slots.values()]] = UNTOUCHED
 
     def _fill_live(self) -> None:
         kv, states = self.context.kv, self.context.states
-        for step in self.steps[:1] if self.schedule.continued else self.steps:
+        for step in self.steps:
             for request, prefix, length in zip(step.requests, step.prefixes, step.case.prefix_lens, strict=True):
-                if not length:
+                if not length or step.follows:
                     continue
                 for layer in range(NUM_LAYERS):
                     if kv is not None:
@@ -168,6 +186,7 @@ class World:
             prefix_lens=(case.prefix_lens[request],),
             new_lens=(case.new_lens[request],),
             trees=(case.tree(request),) if case.trees else (),
+            track_lens=case.track_lens[request : request + 1],
         )
         inputs = tuple(LayerInputs(planned.q[rows], planned.k[rows], planned.v[rows]) for planned in step.inputs)
         number = step.requests[request]
@@ -192,6 +211,7 @@ class World:
         starts = torch.tensor([0, *case.new_lens]).cumsum(0)
         linear = case.kind is not AttentionKind.SOFTMAX
         slots = [self.state_slots[request] for request in step.requests]
+        tracks = [self.track_slots.get(request, -1) for request in step.requests]
         return Batch(
             forward_mode=case.forward,
             size=case.batch_size,
@@ -206,7 +226,14 @@ class World:
             cu_seqlens_q=starts.int().to(device),
             state_indices=torch.tensor(slots, dtype=torch.int32, device=device) if linear else None,
             drafts=draft_tree(case, device) if case.forward.seq_lens_is_prefix else None,
+            track_lens=torch.tensor(case.track_lens, dtype=torch.int32, device=device) if case.track_lens else None,
+            track_state_indices=torch.tensor(tracks, dtype=torch.int32, device=device) if case.track_lens else None,
         )
+
+
+def _tracked(requests: range, batch: Case) -> list[int]:
+    """The requests of a batch whose state is snapshot."""
+    return [request for request, track in zip(requests, batch.track_lens, strict=False) if track]
 
 
 def freed_tokens(case: Case, prefix: int, layer: int) -> int:

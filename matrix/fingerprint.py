@@ -14,7 +14,7 @@ from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 
 TOP = Path(__file__).resolve().parent.parent
-_CASES = ("case", "handoff", "modes", "options", "placement", "schedule")
+_CASES = ("case", "handoff", "modes", "options", "placement", "schedule", "story")
 _REFERENCES = {AttentionKind.SOFTMAX: ("softmax", "visibility", "slopes"), AttentionKind.LIGHTNING: ("decayed_state", "slopes")}
 _APART = (
     *("adapted_modes", "backend", "choose", "coverage", "hybrid", "lazy", "registry", "row_suite"),  # say what is run, not how it is judged

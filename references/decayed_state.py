@@ -11,11 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DecayedStateResult:
-    """``out`` ``[T, H, V]``, ``final`` ``[R, H, K, V]``; ``tokens`` ``[T, H, K, V]`` is the state after each token, if kept."""
+    """``out`` ``[T, H, V]``, ``final`` ``[R, H, K, V]``; ``tokens`` ``[T, H, K, V]`` is the state after each token, if kept.
+
+    ``final`` and ``tokens`` are sums; ``final_parts`` and ``token_parts`` what they are the sums of.
+    """
 
     out: Tensor
     final: Tensor
     tokens: Tensor | None
+    final_parts: tuple[Tensor, ...] = ()
+    token_parts: tuple[Tensor, ...] = ()
 
 
 def decayed_state_attention(
@@ -61,12 +66,13 @@ def decayed_state_sizes(
     *,
     trees: Sequence[Sequence[int]] | None = None,
     keep_tokens: bool = False,
+    weighted: Tensor | None = None,
 ) -> DecayedStateResult:
     """How large the terms are whose sum :func:`decayed_state_attention` is (same arguments): the condition of each result.
 
     The same recurrence over absolute values, each term times ``1 + n`` where n decays were applied to it: a kernel that goes
     token by token multiplies by a rounded factor n times, and however close to 1 the factor is, each rounding counts in full
-    (Higham 2002, section 3.1).
+    (Higham 2002, section 3.1). A history goes on from its two parts: the plain sizes as ``initial``, those times n as ``weighted``.
     """
     decay = torch.exp(-slopes.float()).view(1, -1, 1, 1)
     qd, kd, vd = (t.float().abs() for t in (q, k, v))
@@ -80,7 +86,9 @@ def decayed_state_sizes(
     def read(states: Sequence[Tensor], at: Tensor) -> Tensor:
         return torch.einsum("rhk,rhkv->rhv", qd[at], states[0] + states[1]) * abs(scale)
 
-    return _scan((start, torch.zeros_like(start)), advance, read, new_lens, vd, trees, keep_tokens)
+    return _scan(
+        (start, torch.zeros_like(start) if weighted is None else weighted.float()), advance, read, new_lens, vd, trees, keep_tokens
+    )
 
 
 def _scan(
@@ -116,5 +124,6 @@ def _scan(
         for tokens, view in zip(kept, views, strict=False):
             tokens[at] = view
     back = torch.tensor(order, device=v.device, dtype=torch.int64).argsort()
-    final = torch.stack(running).sum(dim=0)[back]
-    return DecayedStateResult(out, final, torch.stack(kept).sum(dim=0) if kept else None)
+    finals = tuple(state[back] for state in running)
+    final = torch.stack(finals).sum(dim=0)
+    return DecayedStateResult(out, final, torch.stack(kept).sum(dim=0) if kept else None, finals, tuple(kept))

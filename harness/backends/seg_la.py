@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
-from attnmatrix.harness.capabilities import Blocked, Capabilities, Conventions, KnownFault, RoundingStep
-from attnmatrix.harness.installed import load_file
+from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Conventions, KnownFault, NotApplicable, RoundingStep
+from attnmatrix.harness.installed import installed_file, load_file
 from attnmatrix.harness.interpreter import prepare_triton
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attnmatrix.harness.context import Context
 
 PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
+SUM_KERNEL = 2048  # tokens from which a kernel adds the partial sums
 DECODE_DIM = 128  # the decode kernel's K split: smaller heads leave it without a program
 
 
@@ -30,6 +31,7 @@ DECODE_DIM = 128  # the decode kernel's K split: smaller heads leave it without 
 class SegLaMetadata:
     kernel: Any  # SegLaMeta, its tensors on gpu
     cache_indices: Tensor  # on gpu; int32 [R]; row of the intermediate states
+    tracks: dict[str, Tensor] = field(default_factory=dict)  # on gpu; track_lens and track_state_indices, int32 [R], if any
 
     def get_last_indices(self, bs: int) -> Tensor:
         return self.kernel.q_offsets[1 : bs + 1] - 1
@@ -61,7 +63,8 @@ class SegLa(AttentionBackend):
             mask=mask,
         )
         rows = torch.arange(batch.padded_reqs, dtype=torch.int32, device=self.context.device)
-        batch.attn_metadata = SegLaMetadata(kernel, rows)
+        tracks = {"track_lens": batch.track_lens, "track_state_indices": batch.track_state_indices}
+        batch.attn_metadata = SegLaMetadata(kernel, rows, {name: given for name, given in tracks.items() if given is not None})
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
         context, meta = self.context, batch.attn_metadata
@@ -70,10 +73,10 @@ class SegLa(AttentionBackend):
         if not batch.num_tokens:
             return torch.empty_like(q)
         verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
-        drafts = {"caches": context.states.intermediate(layer_id), "cache_indices": meta.cache_indices} if verify else {}
+        more = {"caches": context.states.intermediate(layer_id), "cache_indices": meta.cache_indices} if verify else meta.tracks
         with self._fenced_scratch() if batch.forward_mode in PROMPTS else nullcontext():
             return self._module.seg_la_fwd(
-                q, k, v, context.states.state(layer_id), context.slopes[layer_id], meta.kernel, softmax_scale=context.scale, **drafts
+                q, k, v, context.states.state(layer_id), context.slopes[layer_id], meta.kernel, softmax_scale=context.scale, **more
             )
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata:
@@ -118,7 +121,16 @@ def _one_token_kernel(case: Case) -> bool:
     return 0 < case.num_tokens <= case.batch_size
 
 
-def _why_not(case: Case) -> Blocked | None:
+def _decode_takes_no_snapshot() -> bool:
+    """The decode kernel has no argument for snapshots: its names in the kernel file, which is not imported for it."""
+    source = installed_file("sglang", "seg_la.py").read_text()
+    signature = source[source.index("def seg_la_d_kernel(") :].split("):", 1)[0]
+    return "track" not in signature
+
+
+def _why_not(case: Case) -> Claim | None:
+    if case.forward is ForwardMode.DECODE and any(case.track_lens):
+        return NotApplicable("decode has no argument for snapshots", _decode_takes_no_snapshot)
     if case.heads.group > 1:
         return Blocked("no GQA", "AssertionError", "seg_la does NOT support GQA")
     if case.heads.dim < DECODE_DIM and _one_token_kernel(case):
@@ -138,12 +150,53 @@ def _verify(case: Case) -> bool:
     return case.forward is ForwardMode.TARGET_VERIFY
 
 
+def _split_heads(case: Case, mode: RunnerMode) -> bool:
+    """The decode kernel takes 128 key dims a program and as many programs as fit: what is left over belongs to none."""
+    return _one_token_kernel(case) and case.heads.dim > DECODE_DIM and case.heads.dim % DECODE_DIM != 0
+
+
+def _sums_odd_width(case: Case, mode: RunnerMode) -> bool:
+    """From 2,048 tokens on a kernel adds the partial sums, over all heads' columns at once."""
+    width = case.heads.q * case.heads.dim
+    summed = case.num_tokens >= SUM_KERNEL and not _one_token_kernel(case) and case.heads.dim > 32
+    return summed and width & (width - 1) != 0
+
+
+def _snapshot_lost(case: Case, mode: RunnerMode) -> bool:
+    """Blocks end at multiples of 32 tokens and at the end; no snapshot is taken elsewhere."""
+    pairs = zip(case.track_lens, case.new_lens, strict=False)
+    return not _one_token_kernel(case) and any(track % 32 and track < new for track, new in pairs)
+
+
+def _snapshot_not_taken(case: Case, mode: RunnerMode) -> bool:
+    return case.forward in PROMPTS and _one_token_kernel(case) and any(case.track_lens)
+
+
 def _cut_columns(case: Case, mode: RunnerMode) -> bool:
     """Prompts and drafts of more than two requests split the value dim by 64, and drop what is left over."""
     return not _one_token_kernel(case) and case.batch_size > 2 and case.heads.dim % 64 != 0
 
 
 FAULTS = (
+    KnownFault(
+        _sums_odd_width,
+        finding="seg_la_long_prefill_of_three_heads_raises",
+        diagnosis="raises: power of 2",
+        reason="2,048 tokens and more are summed by a kernel over heads x dim columns, which must be a power of two; it raises after the "
+        "states have advanced",
+    ),
+    KnownFault(
+        _split_heads,
+        finding="seg_la_decode_of_head_dim_192_drops_keys",
+        diagnosis="unexplained",
+        reason="decode takes 128 key dims a program, so head dim 192 leaves 64 key dims out of the output and of the state",
+    ),
+    KnownFault(
+        _snapshot_lost,
+        finding="seg_la_snapshot_inside_a_block_is_not_taken",
+        diagnosis="Y83",
+        reason="a snapshot is taken at multiples of 32 tokens and after the last one, elsewhere none is, without a word",
+    ),
     KnownFault(
         _cut_columns,
         finding="seg_la_head_dim_96_leaves_columns_unwritten",
@@ -155,6 +208,12 @@ FAULTS = (
         finding="seg_la_one_token_extend_reads_stale_state",
         diagnosis="Y04",
         reason="one new token per request takes the decode kernel, which starts from the slot's old state without a prefix too",
+    ),
+    KnownFault(
+        _snapshot_not_taken,
+        finding="seg_la_snapshot_of_single_tokens_is_not_taken",
+        diagnosis="Y81",
+        reason="one new token per request takes the decode kernel, which takes no snapshot",
     ),
     KnownFault(
         _uneven_lengths,
@@ -187,6 +246,11 @@ ROUNDING = (
         "partial sums of 32 key dims in the input dtype",
         "seg_la_fwd: K_SPLIT_DIM = 32, tmp = torch.empty((k_dim_block, ...), dtype=q.dtype), o = tmp.sum(0)",
         lambda case, device: not _one_token_kernel(case),
+    ),
+    RoundingStep(
+        "partial sums of 128 key dims in the input dtype",
+        "seg_la_fwd, decode: K_SPLIT_DIM = 128, tmp = torch.empty((k_dim_block, ...), dtype=q.dtype), o = tmp.sum(0)",
+        lambda case, device: _one_token_kernel(case) and case.heads.dim >= 2 * DECODE_DIM,
     ),
     RoundingStep(
         "products of factors cut to TF32",

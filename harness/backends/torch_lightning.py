@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from attnmatrix.cases.case import AttentionKind, ForwardMode
@@ -25,6 +26,8 @@ class LightningMetadata:
     state_indices: Tensor  # on gpu; int32 [R], -1 = padding
     parents_seen: Tensor | None = None  # on gpu; bool [R, d, d], verify only
     spans: tuple[tuple[int, int, int, bool], ...] = ()  # on cpu; state slot, start, stop, has a prefix
+    tracks: dict[int, tuple[int, int]] = field(default_factory=dict)  # on cpu; by state slot: tokens until the snapshot, its slot
+    track_slots: Tensor | None = None  # on gpu; int32 [R], decode only; -1: no snapshot
 
     def get_last_indices(self, bs: int) -> Tensor:
         return self.cu_seqlens_q[1 : bs + 1] - 1
@@ -38,7 +41,12 @@ class TorchLightning(AttentionBackend):
         meta = LightningMetadata(batch.cu_seqlens_q, batch.state_indices)
         if batch.forward_mode is ForwardMode.TARGET_VERIFY and batch.drafts is not None:
             meta.parents_seen = self._per_request(batch)
+        if batch.track_lens is not None and batch.track_state_indices is not None:
+            meta.track_slots = torch.where(batch.track_lens > 0, batch.track_state_indices, -1)
         if batch.forward_mode is not ForwardMode.DECODE:
+            if meta.track_slots is not None and batch.track_lens is not None:
+                rows = zip(batch.state_indices.tolist(), batch.track_lens.tolist(), meta.track_slots.tolist(), strict=True)
+                meta.tracks = {slot: (track, into) for slot, track, into in rows if into >= 0}
             start = 0
             for slot, prefix, new in zip(batch.state_indices.tolist(), batch.prefix_lens, batch.new_lens, strict=True):
                 meta.spans += ((slot, start, start + new, prefix > 0),) if new and slot >= 0 else ()
@@ -70,9 +78,13 @@ class TorchLightning(AttentionBackend):
         pool = context.states.as_kv(context.states.state(layer_id))
         for slot, start, stop, has_prefix in meta.spans:
             state = pool[slot].float() if has_prefix else torch.zeros_like(pool[0], dtype=torch.float32)
-            for begin in range(start, stop, CHUNK):
-                chunk = slice(begin, min(begin + CHUNK, stop))
+            track, into = meta.tracks.get(slot, (0, -1))
+            edges = sorted({*range(start, stop, CHUNK), start + track, stop})  # a chunk ends where the snapshot is taken
+            for begin, end in pairwise(edges):
+                chunk = slice(begin, end)
                 out[chunk], state = self._chunk(q[chunk].float(), k[chunk].float(), v[chunk].float(), state, slopes)
+                if end == start + track:
+                    pool[into] = state.to(pool.dtype)
             pool[slot] = state.to(pool.dtype)
         return out
 
@@ -96,9 +108,11 @@ class TorchLightning(AttentionBackend):
         before = pool[meta.state_indices.clamp(min=0).long()].float()
         decay = torch.exp(-slopes)[None, :, None, None]
         after = before * decay + k.float()[..., :, None] * v.float()[..., None, :]
-        hit = meta.state_indices[:, None] == torch.arange(pool.shape[0], device=q.device)[None, :]
-        chosen = after[hit.int().argmax(dim=0)].to(pool.dtype)
-        pool.copy_(torch.where(hit.any(dim=0)[:, None, None, None], chosen, pool))
+        for slots in (meta.state_indices, meta.track_slots):
+            if slots is not None:
+                hit = slots[:, None] == torch.arange(pool.shape[0], device=q.device)[None, :]
+                chosen = after[hit.int().argmax(dim=0)].to(pool.dtype)
+                pool.copy_(torch.where(hit.any(dim=0)[:, None, None, None], chosen, pool))
         return (torch.einsum("rhd,rhde->rhe", q.float(), after) * self.context.scale).to(q.dtype)
 
     def _verify(self, q: Tensor, k: Tensor, v: Tensor, layer: int, slopes: Tensor, batch: Batch, meta: LightningMetadata) -> Tensor:
@@ -145,7 +159,7 @@ class TorchLightning(AttentionBackend):
             seen = torch.ones(size, width, width, dtype=torch.bool, device=device).tril()
             indices = torch.full((size,), -1, dtype=torch.int32, device=device)
             starts = torch.arange(size + 1, dtype=torch.int32, device=device) * width
-            self._static[size] = LightningMetadata(starts, indices, seen)
+            self._static[size] = LightningMetadata(starts, indices, seen, track_slots=indices.clone())
 
     def prepare_for_capture(self, batch: Batch) -> None:
         batch.attn_metadata = self._static[batch.padded_reqs]
@@ -153,6 +167,8 @@ class TorchLightning(AttentionBackend):
     def prepare_for_replay(self, batch: Batch) -> None:
         static, fresh = self._static[batch.padded_reqs], batch.attn_metadata
         static.state_indices.copy_(fresh.state_indices)
+        assert static.track_slots is not None
+        static.track_slots.copy_(fresh.track_slots if fresh.track_slots is not None else torch.full_like(static.track_slots, -1))
         if static.parents_seen is not None and fresh.parents_seen is not None:
             static.parents_seen.copy_(fresh.parents_seen)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class StatePlan:
     parents: Tensor | None  # on gpu; int64 [R, n], -1 for a child of the live state (verify only)
     prefix_lens: tuple[int, ...]  # on cpu
     new_lens: tuple[int, ...]  # on cpu
+    track_lens: tuple[int, ...] = ()  # on cpu; extends only
+    track_slots: Tensor | None = None  # on gpu; int32 [R], -1: no snapshot
 
     def get_last_indices(self, bs: int) -> Tensor:
         return self.cu_seqlens_q[1 : bs + 1] - 1
@@ -39,7 +42,13 @@ class LightningSubject(AttentionBackend):
         assert batch.state_indices is not None
         verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
         return StatePlan(
-            self.query_starts(batch), self.state_slots(batch), self.parents(batch) if verify else None, batch.prefix_lens, batch.new_lens
+            self.query_starts(batch),
+            self.state_slots(batch),
+            self.parents(batch) if verify else None,
+            batch.prefix_lens,
+            batch.new_lens,
+            self.track_lens(batch),
+            self.track_slots(batch),
         )
 
     def query_starts(self, batch: Batch) -> Tensor:
@@ -48,6 +57,16 @@ class LightningSubject(AttentionBackend):
     def state_slots(self, batch: Batch) -> Tensor:
         assert batch.state_indices is not None
         return batch.state_indices
+
+    def track_lens(self, batch: Batch) -> tuple[int, ...]:
+        """New tokens of each request after which an extend snapshots its state, 0: not at all."""
+        extends = batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED) and batch.track_lens is not None
+        return tuple(batch.track_lens.tolist()) if extends and batch.track_lens is not None else (0,) * batch.padded_reqs
+
+    def track_slots(self, batch: Batch) -> Tensor | None:
+        if batch.track_lens is None or batch.track_state_indices is None:
+            return None
+        return torch.where(batch.track_lens > 0, batch.track_state_indices, -1)
 
     def parents(self, batch: Batch) -> Tensor:
         """int64 ``[R, n]``; rows shorter than n are filled with -1."""
@@ -87,12 +106,24 @@ class LightningSubject(AttentionBackend):
         for row, new in enumerate(plan.new_lens):
             if new:
                 state = self.initial_state(row, layer, plan, batch)
-                for begin in range(start, start + new, CHUNK):
-                    cut = slice(begin, min(begin + CHUNK, start + new))
+                edges = sorted({*range(start, start + new, CHUNK), start + self.track(row, plan), start + new})
+                for begin, end in pairwise(edges):
+                    cut = slice(begin, end)
                     out[cut], state = self.chunk(q[cut], k[cut], v[cut], state, self.slopes(layer))
+                    if end == start + self.track(row, plan):
+                        self.snapshot(row, state, layer, plan, batch)
                 self.store(row, state, layer, plan, batch)
             start += new
         return out
+
+    def track(self, row: int, plan: StatePlan) -> int:
+        """Tokens of a request after which its state is snapshot, 0: not at all."""
+        return plan.track_lens[row] if plan.track_lens else 0
+
+    def snapshot(self, row: int, state: Tensor, layer: int, plan: StatePlan, batch: Batch) -> None:
+        """Write a request's state ``[H, K, V]`` after ``track`` tokens to its other slot."""
+        assert plan.track_slots is not None
+        self.pool(layer)[int(plan.track_slots[row])] = state
 
     def store(self, row: int, state: Tensor, layer: int, plan: StatePlan, batch: Batch) -> None:
         """Write a request's final state ``[H, K, V]``; slot -1 touches nothing."""
@@ -116,6 +147,8 @@ class LightningSubject(AttentionBackend):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: StatePlan, batch: Batch) -> Tensor:
         after = self.step(self.gather(layer, plan), k, v, layer)
         self.scatter(after, layer, plan)
+        if plan.track_slots is not None:
+            self.scatter_to(plan.track_slots, after, layer)
         return torch.einsum("rhd,rhde->rhe", q, after)
 
     def gather(self, layer: int, plan: StatePlan) -> Tensor:
@@ -127,9 +160,13 @@ class LightningSubject(AttentionBackend):
         return before * torch.exp(-self.slopes(layer))[None, :, None, None] + k[..., :, None] * v[..., None, :]
 
     def scatter(self, after: Tensor, layer: int, plan: StatePlan) -> None:
-        """Write the live rows' states by rewriting the pool through a select, so that slot -1 touches nothing."""
+        """Write the live rows' states; slot -1 touches nothing."""
+        self.scatter_to(plan.state_indices, after, layer)
+
+    def scatter_to(self, slots: Tensor, after: Tensor, layer: int) -> None:
+        """Rewrite the pool through a select, since slot -1 is no index."""
         pool = self.pool(layer)
-        hit = plan.state_indices[:, None] == torch.arange(pool.shape[0], device=pool.device)[None, :]
+        hit = slots[:, None] == torch.arange(pool.shape[0], device=pool.device)[None, :]
         chosen = after[hit.int().argmax(dim=0)]
         pool.copy_(torch.where(hit.any(dim=0)[:, None, None, None], chosen, pool))
 
@@ -175,6 +212,7 @@ class LightningSubject(AttentionBackend):
                 chain.repeat(size, 1) if self.context.forward_mode is ForwardMode.TARGET_VERIFY else None,
                 (1,) * size,
                 (width,) * size,
+                track_slots=torch.full((size,), -1, dtype=torch.int32, device=device),
             )
             for size in batch_sizes
         }
@@ -186,5 +224,7 @@ class LightningSubject(AttentionBackend):
         static, fresh = self.captured[batch.padded_reqs], batch.attn_metadata
         static.cu_seqlens_q.copy_(fresh.cu_seqlens_q)
         static.state_indices.copy_(fresh.state_indices)
+        if static.track_slots is not None:
+            static.track_slots.copy_(fresh.track_slots if fresh.track_slots is not None else torch.full_like(static.track_slots, -1))
         if static.parents is not None and fresh.parents is not None:
             static.parents.copy_(fresh.parents)

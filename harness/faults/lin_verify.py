@@ -8,7 +8,6 @@ from torch import Tensor
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.batch import Batch
-from attnmatrix.harness.faults.fault import NotInjected, add
 from attnmatrix.harness.faults.lightning_subject import LightningSubject, StatePlan
 from attnmatrix.harness.faults.lin_where import VERIFIES, is_tree, plant, verifies
 
@@ -163,8 +162,6 @@ def _trees_differ(batch: Case) -> bool:
 
 EAGER = (RunnerMode.VERIFY,)
 KIND = "lin-spec-state"
-add(NotInjected("B138", KIND, "Verify leaves the live state in slot accept-1, normal decode reads slot 0", "pending",
-    "waits for a commit and a decode after verify"))  # fmt: skip
 plant("B139", KIND, "Tree drafts processed as a chain", "the draft tree taken as a chain", Chain, is_tree, VERIFIES,
       "sgl-project/sglang: linear/lightning")  # fmt: skip
 plant("B140", KIND, "First snapshot never written", "the first draft token's intermediate state not written", FirstMissing,

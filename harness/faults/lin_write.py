@@ -7,7 +7,6 @@ from torch import Tensor
 
 from attnmatrix.cases.case import Case
 from attnmatrix.harness.batch import Batch
-from attnmatrix.harness.faults.fault import NotInjected, add
 from attnmatrix.harness.faults.lightning_subject import CHUNK, LightningSubject, StatePlan
 from attnmatrix.harness.faults.lin_where import DECODES, EXTENDS, VERIFIES, decodes, extends, has_prefix, plant, rows, verifies
 
@@ -153,16 +152,6 @@ def _empty_with_prefix(batch: Case) -> bool:
 def _one_token_row(batch: Case) -> bool:
     return extends(batch) and any(n == 1 for _, n in rows(batch))
 
-
-TRACK = "waits for snapshot slots that an extend or decode fills at track_len"
-for id, title in (
-    ("B130", "Snapshot index assumes a per-request chunk grid"),
-    ("B132", "Track destinations taken from the stale tail of the static buffer"),
-    ("B133", "Mixed batch drops the track tensors after the slot was claimed"),
-    ("B135", "Snapshots for the radix cache are corrupted"),
-    ("B136", "Half-filled state block cached as complete"),
-):
-    add(NotInjected(id, "lin-track", title, "pending", TRACK))
 
 KIND = "lin-write"
 plant("Y43", KIND, "Last partial chunk missing in the state", "the state after the last full chunk written as the final one",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.model import TwoLayerModel
 from attnmatrix.harness.runners.recorder import Recorder, StepRun
@@ -14,7 +16,7 @@ from attnmatrix.harness.world import World
 def run_eager(world: World, backend: AttentionBackend) -> Iterator[StepRun]:
     """Prepare A, prepare B, run A, run B: metadata must not live in one place. Serves eager and verify.
 
-    The needle probe asks for the LSE of rows that return it.
+    In a story accepted draft tokens are committed after their verify. The needle probe asks for the LSE of rows that return it.
     """
     model = TwoLayerModel(world)
     batches = [world.batch(index) for index in range(len(world.steps))]
@@ -25,3 +27,6 @@ def run_eager(world: World, backend: AttentionBackend) -> Iterator[StepRun]:
         with nan_in_new_tensors():
             final = model(world.steps[index].hidden, world.steps[index].inputs, recorder)
         yield StepRun(index, recorder.calls, final, problems=tuple(batch.changes(world.batch(index))))
+        accepted = world.schedule.steps[index].accepted
+        if accepted is not None:
+            backend.commit(torch.tensor(accepted, device=world.device), batch)

@@ -26,7 +26,7 @@ class StaticBatch:
     """Device buffers for ``rows`` requests, and what the host knows of each row.
 
     A padded row is one token (verify: one dummy draft tree) without prefix in request row 0, as engines fill it, or keeps
-    what an earlier batch left. Either way its ``out_loc`` is scratch and its state slot -1.
+    what an earlier batch left. Either way its ``out_loc`` is scratch and its state slot (and the slot of its snapshot) -1.
     """
 
     def __init__(self, world: World, rows: int) -> None:
@@ -44,6 +44,9 @@ class StaticBatch:
         self.out_loc = torch.empty(tokens, dtype=torch.int64, device=device)
         self.cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device) * self.width
         self.state_indices = torch.empty(rows, dtype=torch.int32, device=device) if world.context.states is not None else None
+        tracks = bool(case.track_lens)
+        self.track_lens = torch.empty(rows, dtype=torch.int32, device=device) if tracks else None
+        self.track_state_indices = torch.empty(rows, dtype=torch.int32, device=device) if tracks else None
         self.ancestors = torch.empty(tokens, self.width, dtype=torch.bool, device=device) if case.forward.seq_lens_is_prefix else None
         self._pad(0)
 
@@ -65,6 +68,11 @@ class StaticBatch:
         if self.state_indices is not None and batch.state_indices is not None:
             self.state_indices[batch.size :] = -1
             pairs.append((self.state_indices, batch.state_indices))
+        if self.track_lens is not None and self.track_state_indices is not None:
+            self.track_state_indices[batch.size :] = -1
+            assert batch.track_lens is not None
+            assert batch.track_state_indices is not None
+            pairs += [(self.track_lens, batch.track_lens), (self.track_state_indices, batch.track_state_indices)]
         if self.ancestors is not None and batch.drafts is not None:
             pairs.append((self.ancestors, batch.drafts.ancestors))
         for own, given in pairs:
@@ -84,6 +92,9 @@ class StaticBatch:
         self.out_loc[token:] = scratch_locations(world, len(self.out_loc) - token)
         if self.state_indices is not None:
             self.state_indices[start:] = -1
+        if self.track_lens is not None and self.track_state_indices is not None:
+            self.track_lens[start:] = 0
+            self.track_state_indices[start:] = -1
         if self.ancestors is not None:
             self.ancestors[token:] = self._padding_ancestors.repeat(self.rows - start, 1)
 
@@ -106,6 +117,8 @@ class StaticBatch:
             cu_seqlens_q=self.cu_seqlens_q,
             state_indices=self.state_indices,
             drafts=drafts,
+            track_lens=self.track_lens,
+            track_state_indices=self.track_state_indices,
         )
 
     @property
@@ -118,6 +131,8 @@ class StaticBatch:
             "positions": self.positions,
             "cu_seqlens_q": self.cu_seqlens_q,
             "state_indices": self.state_indices,
+            "track_lens": self.track_lens,
+            "track_state_indices": self.track_state_indices,
             "drafts.ancestors": self.ancestors,
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}

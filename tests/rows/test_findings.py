@@ -23,6 +23,13 @@ SAME, OTHER = 5e-3, 0.3
 """Relative errors: equal but for the arithmetic of the machine (TF32 on a GPU), and plainly something else."""
 SHOWN = {
     "conch_causal_mask_ignores_prefix": ("top-left", "right"),
+    "seg_la_decode_of_head_dim_192_drops_keys": ("state key rows 0 to 127", "state key rows 128 to 191"),
+    "seg_la_long_prefill_of_three_heads_raises": ("the state after all tokens", "the state before the call"),
+    "seg_la_snapshot_inside_a_block_is_not_taken": ("what the slot held, after 33 tokens", "the state after 33 tokens"),
+    "seg_la_snapshot_of_single_tokens_is_not_taken": (
+        "what the snapshot's slot held before",
+        "the state after the token, in the snapshot's slot",
+    ),
     "seg_la_head_dim_96_leaves_columns_unwritten": ("state columns 0 to 63", "state columns 64 to 95"),
     "seg_la_one_token_extend_reads_stale_state": ("a start from the stale state", "a start from zero"),
     "seg_la_ragged_verify_reads_other_requests": ("lengths (2, 2)", "lengths (1, 3)"),
