@@ -60,7 +60,7 @@ def kernel_branches() -> tuple[Case, ...]:
     return (
         extend(16, (40,), (64,), LIGHTNING, name="whole_blocks"),
         extend(16, (0,), (96,), LIGHTNING, heads=Heads(3, 3, 64), name="whole_blocks_no_prefix"),
-        extend(16, (0, 9), (64, 32), LIGHTNING, heads=SMALL, name="whole_blocks_of_two"),
+        extend(16, (0, 9), (24, 40), LIGHTNING, heads=SMALL, name="whole_blocks_on_average"),
         extend(16, (5,), (70,), LIGHTNING, heads=Heads(2, 2, 32), name="one_key_split"),
         decode(16, range(3, 132), LIGHTNING, heads=Heads(1, 1, 128), name="many_requests_decode"),
         extend(16, (0,), (2050,), LIGHTNING, heads=NARROW, name="long_prefill"),
