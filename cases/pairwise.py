@@ -51,7 +51,7 @@ def _state_values(case: Case) -> dict[str, object]:
     turns = frozenset(turn.action for turn in parse_story(case.story))
     return {
         "crowd": sum(case.batch_size >= bound for bound in (1, 3, 129)),
-        "heads": case.heads.q,
+        "heads": case.heads.q & (case.heads.q - 1) == 0,
         "tokens": sum(case.num_tokens >= bound for bound in (33, 2048)),
         "blocks": (min(case.batch_size, 2), mean > 0 and mean % 32 == 0, all(new % 32 == 0 for new in case.new_lens)),
         **_snapshot_values(case),
