@@ -50,16 +50,15 @@ def single_values(case: Case) -> dict[str, object]:
 def _state_values(case: Case) -> dict[str, object]:
     """What kernels of a recurrent state branch on: how many requests, heads and tokens, whole blocks, snapshots, what the requests do
     next."""
+    mean = -(-case.num_tokens // max(1, case.batch_size))
     turns = frozenset(turn.action for turn in parse_story(case.story))
     return {
         "crowd": sum(case.batch_size >= bound for bound in (1, 3, 129)),
-        "heads": case.heads.q,
+        "heads": case.heads.q & (case.heads.q - 1) == 0,
         "tokens": sum(case.num_tokens >= bound for bound in (33, 2048)),
-        "blocks": (case.batch_size, set(case.new_lens) == {case.num_tokens}, all(new % 32 == 0 for new in case.new_lens))
-        if case.batch_size < 3
-        else None,
+        "blocks": (min(case.batch_size, 2), mean > 0 and mean % 32 == 0, all(new % 32 == 0 for new in case.new_lens)),
         **_snapshot_values(case),
-        "tokens per request": min(3, -(-case.num_tokens // max(1, case.batch_size))),
+        "tokens per request": min(3, mean),
         "story": turns,
         "held": (case.forward, case.state_dtype),
         "shard": case.shard != (0, 1),

@@ -79,8 +79,8 @@ def schedule(case: Case, mode: RunnerMode) -> Schedule:
     """The batches of one cell. Deterministic in the case's content.
 
     A story: the case and what its requests do next. Eager modes: the case and a sibling, to be prepared together before either runs.
-    Graph modes: two captured sizes whose replays alternate. Those of each shrink, in requests and in lengths, and then grow; the smaller size pads as engines do,
-    the larger one leaves stale rows. A lone request cannot become fewer, so its smaller size gets a fourth replay, before it.
+    Graph modes: two captured sizes whose replays alternate. Those of each shrink, in requests and in lengths, and then grow; the smaller
+    size pads as engines do, the larger one leaves stale rows. A lone request cannot become fewer, so its smaller size gets a fourth replay, before it.
     Handoff: the turns of one conversation.
     """
     if mode is RunnerMode.HANDOFF:

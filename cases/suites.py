@@ -28,12 +28,12 @@ def modes_of(case: Case) -> tuple[RunnerMode, ...]:
 
 
 def drives(mode: RunnerMode, case: Case) -> bool:
-    """Whether a runner mode can drive a case. Stories run without graphs. A graph needs a token to capture and a scratch page for padding, a verify graph
-    the same number of draft tokens in every request."""
+    """Whether a runner mode can drive a case. Stories run without graphs. A graph needs a token to capture and a scratch page for padding,
+    a verify graph the same number of draft tokens in every request."""
     if case.forward not in mode.forward_modes:
         return False
     uniform = mode is not RunnerMode.VERIFY_CG or len(set(case.new_lens)) == 1
-    return not mode.uses_graph or (not case.story and case.num_tokens > 0 and case.scratch is not Scratch.NONE and uniform)  # fmt: skip
+    return not mode.uses_graph or (not case.story and case.num_tokens > 0 and case.scratch is not Scratch.NONE and uniform)
 
 
 def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:

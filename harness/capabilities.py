@@ -57,7 +57,8 @@ Claim = Union[Supported, Blocked, Deferred, NotApplicable]
 @dataclass(frozen=True)
 class KnownFault:
     """A fault found in the package. ``finding`` names the reproduction under ``matrix/findings/``, ``diagnosis`` what the
-    harness must say of the failure, or ``raises: `` and part of what an exception says. A cell one of whose batches it ``applies`` to must fail, with that diagnosis."""
+    harness must say of the failure, or ``raises: `` and part of what an exception says. A cell one of whose batches it ``applies`` to must
+    fail, with that diagnosis."""
 
     applies: Callable[[Case, RunnerMode], bool]
     finding: str

@@ -1,4 +1,4 @@
-"""Faults of snapshots (which state is put into the second slot, and where) and of the commit after a verify."""
+"""Faults of snapshots: which state is put into the second slot, and where."""
 
 from __future__ import annotations
 
@@ -119,68 +119,6 @@ class StaleTail(LightningSubject):
         slots.copy_(slots.roll(batch.padded_reqs - batch.size))
 
 
-class CommitFirst(LightningSubject):
-    """The first draft token's state is taken whatever was accepted."""
-
-    def commit(self, accepted: Tensor, batch: Batch) -> None:
-        super().commit(accepted.clamp(max=1), batch)
-
-
-class CommitLast(LightningSubject):
-    """All draft tokens count as accepted."""
-
-    def commit(self, accepted: Tensor, batch: Batch) -> None:
-        super().commit(torch.tensor(batch.new_lens, device=accepted.device), batch)
-
-
-class CommitNext(LightningSubject):
-    """The state after the first rejected draft token is taken."""
-
-    def commit(self, accepted: Tensor, batch: Batch) -> None:
-        super().commit((accepted + 1).minimum(torch.tensor(batch.new_lens, device=accepted.device)), batch)
-
-
-class CommitNone(LightningSubject):
-    def commit(self, accepted: Tensor, batch: Batch) -> None:
-        super().commit(accepted.clamp(max=0), batch)
-
-
-class CommitAtLeastOne(LightningSubject):
-    """Full rejection commits the first draft token's state."""
-
-    def commit(self, accepted: Tensor, batch: Batch) -> None:
-        super().commit(accepted.clamp(min=1), batch)
-
-
-class CommitOneLayer(LightningSubject):
-    """Only layer 0's states are committed."""
-
-    def commit(self, accepted: Tensor, batch: Batch) -> None:
-        kept = self.pool(1).clone()
-        super().commit(accepted, batch)
-        self.pool(1).copy_(kept)
-
-
-class CommitBySlot(LightningSubject):
-    """Intermediate states are looked up in the next request's row."""
-
-    def commit(self, accepted: Tensor, batch: Batch) -> None:
-        assert self.context.states is not None
-        for layer in range(self.context.num_layers):
-            drafted = self.context.states.intermediate(layer)
-            kept = drafted[: batch.size].clone()
-            drafted[: batch.size] = kept.roll(-1, dims=0)
-            self._commit_layer(layer, accepted, batch)
-            drafted[: batch.size] = kept
-
-    def _commit_layer(self, layer: int, accepted: Tensor, batch: Batch) -> None:
-        kept = [self.pool(other).clone() for other in range(self.context.num_layers)]
-        super().commit(accepted, batch)
-        for other, state in enumerate(kept):
-            if other != layer:
-                self.pool(other).copy_(state)
-
-
 def _mixes(prefixes: tuple[int, ...], news: tuple[int, ...]) -> bool:
     """A prefill of several tokens beside a decode."""
     decode = any(prefix and new == 1 for prefix, new in zip(prefixes, news, strict=True))
@@ -207,30 +145,6 @@ def _several(batch: Case) -> bool:
 
 def _padded(case: Case, mode: RunnerMode) -> bool:
     return any(step.padded > step.case.batch_size for step in schedule(case, mode).steps)
-
-
-def _accepts(case: Case, mode: RunnerMode, wrong: str) -> bool:
-    """A commit of the cell that a rule would change: ``first``, ``last``, ``next``, ``none``, ``zero`` or ``any``."""
-    pairs = [
-        (count, new)
-        for step in schedule(case, mode).steps
-        if step.accepted is not None
-        for count, new in zip(step.accepted, step.case.new_lens, strict=True)
-    ]
-    changed = {
-        "first": any(count > 1 for count, _ in pairs),
-        "last": any(count < new for count, new in pairs),
-        "none": any(count for count, _ in pairs),
-        "zero": any(not count for count, _ in pairs),
-    }
-    return changed[wrong]
-
-
-def _commit(
-    id: str, title: str, diagnosis: str, subject: type[LightningSubject], wrong: str, source: str = "", like: tuple[str, ...] = ()
-) -> None:
-    plant(id, "lin-spec-state", title, diagnosis, subject, lambda b: True, (RunnerMode.VERIFY,), source, like,
-          also=lambda case, mode: _accepts(case, mode, wrong))  # fmt: skip
 
 
 KIND = "lin-track"
@@ -260,17 +174,3 @@ plant("Y84", KIND, "Snapshots in the neighbour's slot", "snapshots in the next r
 plant("Y85", "precision", "Snapshot rounded to bf16", "snapshots rounded to bf16", SnapshotRounded,
       lambda b: _tracks_in_extend(b) and b.state_dtype is None, EXTENDS)  # fmt: skip
 plant("Y86", KIND, "Snapshot overwrites the live state", "the snapshot left in the live slot too", LiveSlotToo, _inside, EXTENDS)
-
-_commit("B138", "Verify leaves the live state in slot accept-1, normal decode reads slot 0",
-        "the first draft token's state committed whatever was accepted", CommitFirst, "first", "vllm-project/vllm#56531",
-        ("Y90",))  # fmt: skip
-_commit("Y87", "All draft tokens committed", "the last draft token's state committed whatever was accepted", CommitLast, "last",
-        like=("Y88",))  # fmt: skip
-_commit("Y88", "Commit one draft token late", "the state after the first rejected draft token committed", CommitNext, "last",
-        like=("Y87", "Y89"))  # fmt: skip
-_commit("Y89", "Full rejection commits a draft token", "the first draft token's state committed where none was accepted", CommitAtLeastOne,
-        "zero", like=("Y88",))  # fmt: skip
-_commit("Y90", "Nothing committed", "no draft token's state committed", CommitNone, "none", like=("B138",))
-_commit("Y91", "Layer 0 alone committed", "states of layer 0 alone committed", CommitOneLayer, "none")
-plant("Y92", "lin-spec-state", "Commit from the next request's row", "states committed from the next request's drafts", CommitBySlot,
-      lambda b: b.batch_size > 1, (RunnerMode.VERIFY,), also=lambda case, mode: _accepts(case, mode, "none"))  # fmt: skip

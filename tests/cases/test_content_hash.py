@@ -12,6 +12,13 @@ from attnmatrix.cases.schedule import schedule
 from attnmatrix.cases.suites import suite
 
 CASE = Case(ForwardMode.TARGET_VERIFY, 16, (0, 8), (3, 3), Heads(4, 2, 128))
+STATES = Case(ForwardMode.EXTEND, 16, (0, 8), (3, 3), Heads(2, 2, 128), kind=AttentionKind.LIGHTNING)
+STATE_CHANGES: tuple[dict[str, object], ...] = (
+    {"state_dtype": "bf16"},
+    {"track_lens": (0, 2)},
+    {"story": "x2_d"},
+    {"shard": (1, 2)},
+)
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,18 @@ def test_every_field_changes_the_data(change: dict[str, object]) -> None:
     assert other.id != CASE.id
 
 
-def test_the_list_above_names_every_field() -> None:
+@pytest.mark.parametrize("change", STATE_CHANGES, ids="+".join)
+def test_every_field_of_kinds_with_a_state_changes_the_data(change: dict[str, object]) -> None:
+    other = STATES.but(**change)
+    assert other.data_seed != STATES.data_seed
+    assert other.id != STATES.id
+    with pytest.raises(ValueError, match="softmax attention has no"):
+        STATES.but(kind=AttentionKind.SOFTMAX, **change)
+
+
+def test_the_lists_above_name_every_field() -> None:
     marks = test_every_field_changes_the_data.pytestmark  # type: ignore[attr-defined]
-    changed = {name for change in marks[0].args[1] for name in change}
+    changed = {name for change in (*marks[0].args[1], *STATE_CHANGES) for name in change}
     assert changed == {f.name for f in fields(Case)} - {"name"}
 
 

@@ -34,10 +34,10 @@ pytestmark = pytest.mark.skipif(bool(ROW.missing) or torch.cuda.is_available(), 
 
 CASES = {
     "seg_la_p_kernel": (EAGER, ("snapshot_alone", "zero_length_row_first", "strided_extend", "snapshot_mixed")),
-    "seg_la_d_kernel": (EAGER, ("strided_decode", "bf16_states_decode", "widest_heads_decode")),
+    "seg_la_d_kernel": (EAGER, ("strided_decode", "widest_heads_decode")),
     "seg_la_mtp_kernel": (VERIFY, ("shard_verify", "strided_verify")),
     "seg_la_sum_kernel": (EAGER, ("long_prefill",)),
-    "seg_la_fwd": (EAGER, ("page_size_1", "snapshot_alone", "strided_extend")),
+    "seg_la_fwd": (EAGER, ("page_size_1", "snapshot_alone", "whole_blocks_on_average")),
 }
 """The cases that reach each kernel, cheapest first, by the start of their names."""
 
