@@ -121,9 +121,22 @@ def large_shapes() -> tuple[Case, ...]:
         extend(256, (5900, 300), (3, 2), softmax, heads=Heads(4, 2, 64), name="large_pages_extend"),
         decode(256, (6000, 256), softmax, heads=Heads(4, 2, 64), name="large_pages_decode"),
         decode(64, (32000,), softmax, heads=small, name="context32000_decode"),
+        extend(64, (32000,), (5,), softmax, heads=small, name="context32000_extend"),
         extend(16, (0, 40), (530, 7), softmax, heads=small, name="long_prefill"),
         extend(16, range(0, 36, 3), (1, 2, 3) * 4, softmax, name="many_requests_extend"),
         decode(16, range(3, 36, 2), softmax, name="many_requests_decode"),
+    )
+
+
+def page256_variants() -> tuple[Case, ...]:
+    """What pages of 16 meet, in pages of 256, which some packages ask for: a window, soft cap, ALiBi, another dtype, head dim and group."""
+    softmax, shape = AttentionKind.SOFTMAX, {"dtype": "fp16", "heads": Heads(8, 2, 64)}
+    return (
+        extend(256, (255, 300), (3, 1), softmax, window=64, name="page256_window"),
+        extend(256, (0, 257), (2, 3), softmax, soft_cap=5.0, gain=4.0, name="page256_soft_cap"),
+        decode(256, (255, 256), softmax, alibi=True, name="page256_alibi_decode"),
+        extend(256, (255, 0), (2, 30), softmax, name="page256_fp16_extend", **shape),
+        decode(256, (255, 511, 3), softmax, name="page256_fp16_decode", **shape),
     )
 
 

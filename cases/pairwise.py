@@ -87,18 +87,17 @@ def pairwise_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
     return _cover(cases, lambda case: frozenset(combinations(sorted(axis_values(case).items()), 2)) | _singles(single_values(case)))
 
 
-KERNEL_AXES = ("dim", "dtype", "group", "gain", "crowd", "heads", "tokens", "blocks", "tokens per request", "held")
-RUNNER_AXES = ("forward", "new", "prefix", "trees", "draft", "requests", "scratch")
+RUNNER_AXES = ("forward", "new", "prefix", "trees", "draft", "requests", "scratch", "placement")
 
 
 @cache
-def single_value_subset(cases: Sequence[Case], runner_only: bool = False) -> tuple[Case, ...]:
-    """Cases that still meet every single value of every axis that ``cases`` meet, those apart that are the kernel's own affair, which eager
-    cells cover. ``runner_only`` keeps just the axes that a runner around an eagerly called kernel can get wrong."""
+def runner_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Cases that still meet every single value, met by ``cases``, of the axes that a runner can get wrong; the others are the kernel's own
+    affair, which eager cells cover."""
 
     def wants(case: Case) -> frozenset[Pair]:
         values = {**axis_values(case), **single_values(case)}
-        return _singles({k: v for k, v in values.items() if (k in RUNNER_AXES if runner_only else k not in KERNEL_AXES)})
+        return _singles({**{axis: values[axis] for axis in RUNNER_AXES}, "window": case.window is not None})
 
     return _cover(cases, wants)
 

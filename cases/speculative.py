@@ -71,5 +71,6 @@ def verify_options() -> tuple[Case, ...]:
         verify(16, (20, 5), 6, softmax, alibi=True, name="tree_alibi", **tree),
         verify(16, (20, 5), 4, softmax, soft_cap=5.0, gain=4.0, name="chain_soft_cap"),
         verify(16, (0, 17), 6, softmax, name="tree_no_prefix", **tree),
+        verify(256, (254, 300), 4, softmax, name="chain_page256"),
         verify(64, (700, 130), 5, softmax, heads=Heads(14, 2, 64), dtype="fp16", name="chain_context700"),
     )

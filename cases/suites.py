@@ -70,6 +70,7 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
         yield from layouts.score_options()
         if mode is RunnerMode.EAGER:
             yield from layouts.large_shapes()
+        yield from layouts.page256_variants()
     else:
         yield from layouts.state_variants()
         yield from state_stories.snapshots()

@@ -92,7 +92,7 @@ def _foreign_first_page(world: World, context: Context) -> Context:
 
 
 def _longer(by: int) -> Callable[[Batch, Context], Batch]:
-    """Every cached prefix one token longer or shorter than it is."""
+    """Every cached prefix one token longer or shorter than it is; a request without prefix stays as it is."""
 
     def tamper(batch: Batch, context: Context) -> Batch:
         shift = tuple(by if prefix else 0 for prefix in batch.prefix_lens)
@@ -100,7 +100,7 @@ def _longer(by: int) -> Callable[[Batch, Context], Batch]:
             batch,
             prefix_lens=tuple(n + s for n, s in zip(batch.prefix_lens, shift, strict=True)),
             kv_lens=tuple(n + s for n, s in zip(batch.kv_lens, shift, strict=True)),
-            seq_lens=batch.seq_lens + torch.full_like(batch.seq_lens, by) * (batch.seq_lens > max(0, -by)),
+            seq_lens=batch.seq_lens + torch.tensor(shift, dtype=batch.seq_lens.dtype, device=batch.seq_lens.device),
         )
 
     return tamper

@@ -84,7 +84,8 @@ def _softmax(world: World, step: StepData, layer: int, q: Tensor, new_k: Tensor,
         base_outs.append(out)
         base_lses.append(lse)
     conditioning, lse = torch.cat(conds), torch.cat(lses)
-    sizes = conditioning + torch.nan_to_num(lse.abs(), posinf=0.0)  # a score's error adds to the LSE, which is then rounded itself
+    dots = math.sqrt(case.heads.dim)  # as for decayed states: a score's error is the LSE's, and no softmax divides it out
+    sizes = conditioning * dots + torch.nan_to_num(lse.abs(), posinf=0.0)
     return {
         "out": Quantity(("token", "head"), torch.cat(outs), torch.cat(base_outs), conditioning),
         "lse": Quantity(("token", "head"), lse[..., None], torch.cat(base_lses)[..., None], sizes, absolute=True),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from attnmatrix.harness.lazy import torch
 
@@ -32,12 +35,29 @@ def prepare_triton(device: Device, interpreted: bool) -> None:
             f"use one process per device and {'unset' if chosen else 'set'} {VARIABLE}{'' if chosen else '=1'} in it"
         )
     if chosen:
-        _wrap_integers()
+        _quicken()
 
 
-def _wrap_integers() -> None:
-    """Let 32-bit integers wrap in the interpreter, as they do in compiled kernels; checking each product takes a third of its time."""
-    from triton.runtime.interpreter import interpreter_builder as builder
+@cache
+def _quicken() -> None:
+    """Halve the interpreter's time, results unchanged: 32-bit integers wrap, as in compiled kernels, instead of each product being checked;
+    and what each call of a device function patches in Triton's language is looked up by name instead of among all members."""
+    from triton import language
+    from triton.runtime import interpreter
 
+    builder = interpreter.interpreter_builder
     if builder.options.sanitize_overflow:
         builder.options = replace(builder.options, sanitize_overflow=False)
+    patched = (language, language.core, language.tensor, language.math, language.core.tensor_descriptor_base)
+    names = {part: [name for name, member in inspect.getmembers(part) if language.core.is_builtin(member)] for part in patched}
+
+    def patch(part: Any, builder: Any, scope: Any, search: Callable[..., None] = interpreter._patch_builtin) -> None:
+        if part not in names:
+            search(part, builder, scope)
+            return
+        for name in names[part]:
+            member = getattr(part, name)
+            if language.core.is_builtin(member):
+                interpreter._patch_attr(part, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch

@@ -20,6 +20,7 @@ ROUNDED_AFTER_USE = "running sum and output in the input dtype, the running maxi
 ROUNDED_AND_SPLIT = "scores, running state and results of splits in the input dtype"
 WEIGHTS_ADDED = "weights of a page added one by one in the input dtype"
 ELEMENT_PRODUCTS = "products of a query's and a key's elements in the input dtype"
+WEIGHTS_ROUNDED = "weights rounded to the input dtype before they are summed"
 
 CHUNK = 32  # tokens that Lightning's prefill kernels take at a time
 KEY_SPLITS = {PARTIAL_SUMS: 32, WIDE_PARTIAL_SUMS: 128}  # key dims per partial sum
@@ -37,7 +38,7 @@ class ChunkedDecay:
 def softmax_rounded(steps: Collection[str]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The softmax baseline under the named steps; called as :func:`softmax_baseline` plus the case's ``page_size`` and its ``longest`` KV
     length."""
-    _check(steps, (ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT, WEIGHTS_ADDED, TF32_PRODUCTS, SINK_RESCALE, ELEMENT_PRODUCTS))
+    _check(steps, (ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT, WEIGHTS_ADDED, TF32_PRODUCTS, SINK_RESCALE, ELEMENT_PRODUCTS, WEIGHTS_ROUNDED))
     cut = _tf32 if TF32_PRODUCTS in steps else _exact
     models = [model for name, model in ((ROUNDED_AFTER_USE, rounded_after_use), (ROUNDED_AND_SPLIT, rounded_and_split)) if name in steps]
     inner: Callable[..., tuple[Tensor, Tensor]] = _textbook
@@ -50,6 +51,8 @@ def softmax_rounded(steps: Collection[str]) -> Callable[..., tuple[Tensor, Tenso
         inner = _products_cut
     elif ELEMENT_PRODUCTS in steps:
         inner = _elements_rounded
+    elif WEIGHTS_ROUNDED in steps:
+        inner = _weights_rounded
     return partial(_sink_rescaled, inner) if SINK_RESCALE in steps else inner
 
 
@@ -99,6 +102,29 @@ def _elements_rounded(
         parts.append(softmax_baseline(torch.ones_like(q[one]), q[one] * k, v, mask[one], scale, distance=behind, **options))  # type: ignore[arg-type]
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(lses)
+
+
+def _weights_rounded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    *,
+    page_size: int,
+    longest: int,
+    sinks: Tensor | None = None,
+    **options: object,
+) -> tuple[Tensor, Tensor]:
+    """The weights, relative to the largest, are rounded before both their products with V and their float32 sum: the LSE sees it."""
+    score = score_baseline(q, k, mask, scale, **options)  # type: ignore[arg-type]
+    peak = score.amax(dim=-1).nan_to_num(neginf=0.0)
+    weight = torch.exp(score - peak[..., None]).to(q.dtype).float()
+    total = weight.sum(dim=-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks - peak)
+    out = torch.einsum("nhk,khd->nhd", weight, v.float().repeat_interleave(q.shape[1] // v.shape[1], dim=1))
+    return torch.where(total > 0, (out / total[..., None]).movedim(-1, 0), 0.0).movedim(0, -1).to(q.dtype), peak + torch.log(total)
 
 
 def _without_sinks(

@@ -2,8 +2,9 @@
 
 Triton kernels in the interpreter, and kernels that are meant to be compiled, run thousands of times slower on a CPU than on a GPU. There, and
 only by default, a cell is *sampled*: of the cases within a bound on their work, a pairwise-covering subset in eager modes, in graph modes a
-subset that still meets every single value of every axis. Interpreted kernels run in float32 (exact: a right kernel errs by rounding
-units, a wrong index shows). ``full`` runs everything. States in bfloat16 are left to a GPU: the interpreter cuts a float to bfloat16 where a
+subset that still meets every single value of the axes that a runner can get wrong. Interpreted kernels run in float32 (exact: a right
+kernel errs by rounding units, a wrong index shows). So are the piecewise modes of every row, where attention runs eagerly. ``full`` runs
+everything. States in bfloat16 are left to a GPU: the interpreter cuts a float to bfloat16 where a
 GPU rounds it, which adds up from step to step and says nothing about the kernel.
 """
 
@@ -11,11 +12,11 @@ from __future__ import annotations
 
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.cases.pairwise import pairwise_subset, single_value_subset, work
+from attnmatrix.cases.pairwise import pairwise_subset, runner_subset, work
 from attnmatrix.cases.suites import suite
 from attnmatrix.harness.registry import Row
 
-EAGER_WORK, GRAPH_WORK = 10_000_000, 1_000_000  # see ``work``: a few seconds of interpreted kernels each
+EAGER_WORK, GRAPH_WORK = 8_000_000, 1_000_000  # see ``work``: a few seconds of interpreted kernels each
 
 
 def is_sampled(row: Row, device: str, full: bool) -> bool:
@@ -31,10 +32,10 @@ def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case
         exact = tuple({case.id: case for case in (_exact(case) for case in whole)}.values())
         whole = tuple({case.id: case for case in (*whole, *exact)}.values()) if full else exact
     if not is_sampled(row, device, full):
-        return whole
+        return runner_subset(whole) if mode.pads_tokens and device == "cpu" and not full else whole
     bound = GRAPH_WORK if mode.uses_graph else EAGER_WORK
     cheap = tuple(case for case in whole if work(case) <= bound)
-    return single_value_subset(cheap, mode.pads_tokens) if mode.uses_graph else pairwise_subset(cheap)
+    return runner_subset(cheap) if mode.uses_graph else pairwise_subset(cheap)
 
 
 def _exact(case: Case) -> Case:

@@ -132,6 +132,7 @@ def render(
     check: Annotated[bool, typer.Option("--check", help="write nothing; exit 1 when the file differs")] = False,
 ) -> None:
     """Regenerate MATRIX.md from evidence."""
+    from attnmatrix.matrix import healthy as false_alarms
     from attnmatrix.matrix.evidence_file import COMMITTED, read
     from attnmatrix.matrix.kill_score import load
     from attnmatrix.matrix.render import MATRIX_FILE, README_FILE, render_matrix, render_readme
@@ -139,7 +140,9 @@ def render(
     records = read(evidence or COMMITTED)
     score_file = (evidence or COMMITTED) / "kill_score.json"
     scores = load(score_file) if score_file.is_file() else {}
-    texts = {out or MATRIX_FILE: render_matrix(records, scores)}
+    alarms_file = (evidence or COMMITTED) / "healthy.json"
+    alarms = false_alarms.load(alarms_file) if alarms_file.is_file() else None
+    texts = {out or MATRIX_FILE: render_matrix(records, scores, alarms)}
     if out is None and README_FILE.is_file():
         texts[README_FILE] = render_readme(records, README_FILE.read_text(), scores)
     _write_or_check(texts, check, "attnmatrix render")

@@ -19,7 +19,7 @@ from attnmatrix.cases.sampling import random_cases
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.capabilities import Supported
 from attnmatrix.harness.probes import PROBES
-from attnmatrix.harness.registry import Row, find_row, rows
+from attnmatrix.harness.registry import Row, UsageError, find_row, rows
 from attnmatrix.harness.row_suite import is_sampled
 from attnmatrix.harness.trial import describe, run_trial
 from attnmatrix.matrix.whole_file import write_whole
@@ -150,6 +150,14 @@ def report(found: Healthy) -> str:
     lines += [f"ALARM {a.row} {a.mode} {a.case} ({a.probe}): {a.reason}" for a in found.alarms]
     lines.append(f"{found.cases} healthy cases, {len(found.alarms)} failing verdicts, worst margin {found.margin:.2f}")
     return "\n".join(lines)
+
+
+def load(path: Path) -> Healthy:
+    """A kept outcome. Raises UsageError when it cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Healthy)
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
 
 
 def save(found: Healthy, path: Path) -> None:

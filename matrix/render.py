@@ -15,6 +15,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.properties import PROPERTIES
 from attnmatrix.harness.registry import UsageError, rows
+from attnmatrix.matrix.healthy import Healthy
 from attnmatrix.matrix.kill_score import KillScore, side_by_side
 from attnmatrix.matrix.record import Record
 from attnmatrix.matrix.run import current_fingerprints
@@ -51,7 +52,7 @@ class Reason:
     example: str
 
 
-def render_matrix(records: Sequence[Record], scores: Mapping[str, KillScore] | None = None) -> str:
+def render_matrix(records: Sequence[Record], scores: Mapping[str, KillScore] | None = None, healthy: Healthy | None = None) -> str:
     """The whole page; every cell comes from ``records``, rows without any show ``–``. ``scores``: kill scores by rule."""
     present = current_fingerprints(rows())
     statuses = [_status(record, present) for record in records]
@@ -68,6 +69,7 @@ def render_matrix(records: Sequence[Record], scores: Mapping[str, KillScore] | N
         kills=side_by_side(scores or {}),
         rules=[rule for rule in RULES if rule in (scores or {})],
         scores=scores or {},
+        healthy=healthy,
         total=len(records),
         declared=sum(status in AS_DECLARED for status in statuses),
     )
@@ -154,17 +156,25 @@ def _cells(records: Sequence[Record], statuses: Sequence[str]) -> dict[tuple[str
 
 
 def _margins(records: Sequence[Record], statuses: Sequence[str]) -> list[tuple[str, str, str, float, str, str]]:
-    """The tightest passing case of each row and device: error over limit, mode and case."""
+    """The tightest passing case of each row and device: error over limit, mode, case, and cases judged per second and worker."""
     worst: dict[tuple[str, str, str], Record] = {}
+    seconds: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for record, status in zip(records, statuses, strict=True):
         if status == "pass" and record.margin is not None:
             key = (record.kind, record.backend, record.device)
+            seconds[key].append(record.seconds)
             if key not in worst or (worst[key].margin or 0) < record.margin:
                 worst[key] = record
     return [
-        (f"{backend} ({kind})", short_device(device), record.mode, record.margin or 0.0, record.case, record.graph)
+        (f"{backend} ({kind})", short_device(device), record.mode, record.margin or 0.0, record.case, _rate(seconds[kind, backend, device]))
         for (kind, backend, device), record in sorted(worst.items())
     ]
+
+
+def _rate(seconds: Sequence[float]) -> str:
+    """Cases per second at the median case: what a warm worker does, first calls and compilation apart."""
+    middle = sorted(seconds)[len(seconds) // 2]
+    return f"{1 / middle:.2g}" if middle else "–"
 
 
 def _properties(records: Sequence[Record]) -> list[tuple[str, str, list[str]]]:

@@ -16,7 +16,7 @@ from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
 from attnmatrix.harness.backends import flashinfer_lists as lists_file
 from attnmatrix.harness.backends.flashinfer_lists import PagedLists, kernel_window, lacks_parameter, paged_lists, tree_mask
-from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Conventions, NotApplicable
+from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Conventions, NotApplicable, RoundingStep
 from attnmatrix.harness.installed import installed_file
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
@@ -320,6 +320,13 @@ CHOICES = {
     "fi-hnd": (Choice("HND", "auto", "auto"), "as fi, pages with the heads outside"),
 }
 
+
+def _sums_rounded_weights(choice: Choice, case: Case, device: str) -> bool:
+    """Whether a batch's kernels are fa2's on tensor cores."""
+    cuda_cores = case.forward is ForwardMode.DECODE and not case.sinks and not choice.tensor_cores(case.heads.group)
+    return case.dtype != "fp32" and not cuda_cores and not runs_fa3(choice, case)
+
+
 for row_name, (choice, summary) in CHOICES.items():
     register(
         Row(
@@ -328,7 +335,16 @@ for row_name, (choice, summary) in CHOICES.items():
             create=partial(FlashInfer, choice=choice),
             capabilities=Capabilities(why_not=partial(_why_not, choice)),
             conventions=Conventions(
-                kv_layout=choice.layout, window=CONVENTIONS.window, window_may_hold_nan=CONVENTIONS.window_may_hold_nan
+                kv_layout=choice.layout,
+                window=CONVENTIONS.window,
+                window_may_hold_nan=CONVENTIONS.window_may_hold_nan,
+                rounding=(
+                    RoundingStep(
+                        "weights rounded to the input dtype before they are summed",
+                        "attention/prefill.cuh, compute_sfm_v: s_frag is cast to DTypeQ (s_frag_f16), mma::m16k16_rowsum_f16f16f32 sums that into d",
+                        partial(_sums_rounded_weights, choice),
+                    ),
+                ),
             ),
             distributions=(PACKAGE, "apache-tvm-ffi"),
             devices=("cuda",),

@@ -22,6 +22,7 @@ from attnmatrix.harness.rounding import (
     SINK_RESCALE,
     TF32_PRODUCTS,
     WEIGHTS_ADDED,
+    WEIGHTS_ROUNDED,
     chunked_decay,
     softmax_rounded,
 )
@@ -81,6 +82,16 @@ def test_element_products_in_float32_are_the_textbook_softmax_and_in_bf16_furthe
         rounded = softmax_rounded([ELEMENT_PRODUCTS])(q, k, v, mask, 2.0, page_size=16, longest=70)[0]
         size = exact if dtype is torch.float32 else softmax_baseline(q, k, v, mask, 2.0)[0] - exact
         assert low <= (rounded - exact).norm() / size.norm() < high
+
+
+def test_sums_of_rounded_weights_in_float32_are_the_textbook_and_in_bf16_move_the_lse() -> None:
+    sinks = torch.randn(4)
+    for dtype, low, high in ((torch.float32, 0.0, 1e-5), (torch.bfloat16, 1e-5, 1e-2)):
+        q, k, v, mask = inputs(dtype)
+        exact, right = softmax_baseline(q.float(), k.float(), v.float(), mask, 0.2, sinks=sinks)
+        out, lse = softmax_rounded([WEIGHTS_ROUNDED])(q, k, v, mask, 0.2, page_size=16, longest=70, sinks=sinks)
+        assert low <= float((lse - right).abs().max()) < high
+        assert (out.float() - exact).norm() / exact.norm() < 1e-2
 
 
 def test_cut_products_stray_as_far_as_tf32_and_keep_sinks() -> None:
