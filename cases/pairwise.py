@@ -26,7 +26,7 @@ def axis_values(case: Case) -> dict[str, object]:
         "dim": case.heads.dim,
         "prefix": (0 in prefixes, any(prefixes)),
         "new": (0 in news, news.count(1) == len(news), len(set(news)) == 1),
-        "options": (case.window, case.soft_cap, case.sinks, case.alibi, case.strided),
+        "options": (case.window is not None, case.soft_cap, case.sinks, case.alibi, case.strided),
         "trees": bool(case.trees),
     }
 
@@ -87,19 +87,27 @@ def pairwise_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
     return _cover(cases, lambda case: frozenset(combinations(sorted(axis_values(case).items()), 2)) | _singles(single_values(case)))
 
 
-RUNNER_AXES = ("forward", "new", "prefix", "trees", "draft", "requests", "scratch", "placement")
+def runner_values(case: Case) -> dict[str, object]:
+    """What a runner can get wrong; everything else is the kernel's own affair, which eager cells cover."""
+    return {
+        "forward": case.forward,
+        "without tokens": 0 in case.new_lens,
+        "without prefix": 0 in case.prefix_lens,
+        "one token each": set(case.new_lens) == {1},
+        "one length": len(set(case.new_lens)) == 1,
+        "trees": bool(case.trees),
+        "draft": case.draft_kind,
+        "requests": min(case.batch_size, 2),
+        "scratch": case.scratch,
+        "placement": case.placement,
+        "window": case.window is not None,
+    }
 
 
 @cache
 def runner_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Cases that still meet every single value, met by ``cases``, of the axes that a runner can get wrong; the others are the kernel's own
-    affair, which eager cells cover."""
-
-    def wants(case: Case) -> frozenset[Pair]:
-        values = {**axis_values(case), **single_values(case)}
-        return _singles({**{axis: values[axis] for axis in RUNNER_AXES}, "window": case.window is not None})
-
-    return _cover(cases, wants)
+    """Cases that still meet every single one of the :func:`runner_values` that ``cases`` meet."""
+    return _cover(cases, lambda case: _singles(runner_values(case)))
 
 
 def work(case: Case) -> int:

@@ -3,8 +3,8 @@
 Triton kernels in the interpreter, and kernels that are meant to be compiled, run thousands of times slower on a CPU than on a GPU. There, and
 only by default, a cell is *sampled*: of the cases within a bound on their work, a pairwise-covering subset in eager modes, in graph modes a
 subset that still meets every single value of the axes that a runner can get wrong. Interpreted kernels run in float32 (exact: a right
-kernel errs by rounding units, a wrong index shows). So are the piecewise modes of every row, where attention runs eagerly. ``full`` runs
-everything. States in bfloat16 are left to a GPU: the interpreter cuts a float to bfloat16 where a
+kernel errs by rounding units, a wrong index shows). Graph modes of every row are sampled on a CPU, whose graphs are a stand-in. ``full``
+runs everything. States in bfloat16 are left to a GPU: the interpreter cuts a float to bfloat16 where a
 GPU rounds it, which adds up from step to step and says nothing about the kernel.
 """
 
@@ -32,7 +32,7 @@ def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case
         exact = tuple({case.id: case for case in (_exact(case) for case in whole)}.values())
         whole = tuple({case.id: case for case in (*whole, *exact)}.values()) if full else exact
     if not is_sampled(row, device, full):
-        return runner_subset(whole) if mode.pads_tokens and device == "cpu" and not full else whole
+        return runner_subset(whole) if mode.uses_graph and device == "cpu" and not full else whole
     bound = GRAPH_WORK if mode.uses_graph else EAGER_WORK
     cheap = tuple(case for case in whole if work(case) <= bound)
     return runner_subset(cheap) if mode.uses_graph else pairwise_subset(cheap)
