@@ -10,7 +10,7 @@ from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.schedule import story_steps
 from attnmatrix.cases.story import parse_story
 
-STATE_WORK = 64  # a token's share of a state's update, in keys
+STATE_WORK = 60  # a token's share of a state's update, in keys
 SOME_WORK = 200_000  # what a case costs besides, in units of ``work``
 Pair = tuple[tuple[str, object], tuple[str, object]]
 

@@ -79,7 +79,7 @@ register(
         create=create,
         capabilities=Capabilities(why_not=_why_not),
         conventions=Conventions(window="exclusive"),
-        distributions=(PACKAGE,),
+        distributions=(PACKAGE, "torch"),  # the kernels are torch operators: refused in torch's dispatch
         devices=("cuda",),
         summary="FlashAttention 3, forward-only build",
         source=__file__,

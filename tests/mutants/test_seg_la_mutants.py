@@ -33,7 +33,10 @@ EAGER, VERIFY = RunnerMode.EAGER, RunnerMode.VERIFY
 pytestmark = pytest.mark.skipif(bool(ROW.missing) or torch.cuda.is_available(), reason="needs sglang, and Triton's interpreter")
 
 CASES = {
-    "seg_la_p_kernel": (EAGER, ("snapshot_alone", "zero_length_row_first", "strided_extend", "snapshot_mixed")),
+    "seg_la_p_kernel": (
+        EAGER,
+        ("snapshot_alone", "zero_length_rows_two_of_three", "strided_extend", "snapshot_mixed", "zero_prefix_input_page_edges"),
+    ),
     "seg_la_d_kernel": (EAGER, ("strided_decode", "widest_heads_decode")),
     "seg_la_mtp_kernel": (VERIFY, ("shard_verify", "strided_verify")),
     "seg_la_sum_kernel": (EAGER, ("long_prefill",)),

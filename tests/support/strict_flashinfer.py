@@ -92,7 +92,7 @@ def attention(
         score = torch.cat([score, sinks[None, :, None].expand(*score.shape[:2], 1)], dim=-1)
     lse = torch.logsumexp(score, dim=-1)
     weight = torch.exp(score - torch.where(lse.isinf(), 0.0, lse)[..., None])[..., : len(live)]
-    out = torch.einsum("nhk,khd->nhd", weight.to(q.dtype).float(), v.repeat_interleave(group, dim=1))
+    out = torch.einsum("nhk,khd->nhd", weight, v.repeat_interleave(group, dim=1))
     return out.to(q.dtype), lse / math.log(2.0)
 
 
