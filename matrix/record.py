@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -87,9 +88,9 @@ def make_record(result: CellResult, kind: AttentionKind, versions: dict[str, str
         **_identity(result.row, result.mode, result.case, kind, environment, versions),
         status=result.status,
         graph=graphs[0] if graphs else "none",
-        reason=result.reason,
+        reason=portable(result.reason),
         diagnosis=result.diagnosis,
-        details=list(result.details),
+        details=[portable(line) for line in result.details],
         margin=_finite(max(margins, default=None)),
         probes=[_probe(trial) for trial in result.trials],
         controls={kind: (count.rejected, count.tried) for kind, count in result.controls.items()},
@@ -145,6 +146,11 @@ def _identity(
     }
 
 
+def portable(text: str) -> str:
+    """The text without the folders of the machine it came from: paths begin at ``site-packages`` or the cache's name."""
+    return re.sub(r"/[^\s'\"`,:=]*/(site-packages|\.cache)/", r"\1/", text)
+
+
 def _finite(value: float | None) -> float | None:
     """Four significant digits; None for what JSON has no number for."""
     return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
@@ -161,7 +167,7 @@ def _probe(trial: Trial) -> ProbeRecord:
                     worst[found.quantity] = found
     problems = [problem for verdict in trial.verdicts for problem in verdict.problems]
     error = f"{type(trial.error).__name__}: {trial.error}" if trial.error is not None else ""
-    return ProbeRecord(trial.probe, list(worst.values()), problems[:20], error[:2000])
+    return ProbeRecord(trial.probe, list(worst.values()), problems[:20], portable(error)[:2000])
 
 
 def _rank(worst: Worst) -> float:

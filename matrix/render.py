@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,16 @@ class Table:
 
 
 @dataclass(frozen=True)
+class PairTable:
+    """Handoffs of one kind on one device: for each prefill row one text per decode row."""
+
+    kind: str
+    device: str
+    decodes: list[str]
+    rows: list[tuple[str, list[str]]]
+
+
+@dataclass(frozen=True)
 class Reason:
     """Why cases are not plain passes: one line for each distinct reason of a row and mode."""
 
@@ -61,6 +71,7 @@ def render_matrix(records: Sequence[Record], scores: Mapping[str, KillScore] | N
     return environment.get_template("matrix.md.j2").render(
         modes=list(RunnerMode),
         tables=_tables(records, statuses),
+        pairs=_pairs(records, statuses),
         margins=_margins(records, statuses),
         properties=_properties(records),
         property_names=PROPERTIES,
@@ -117,7 +128,8 @@ def _short_tables(records: Sequence[Record]) -> str:
 
 def _row_names(records: Sequence[Record], kind: AttentionKind) -> list[str]:
     """Registered rows of a kind, then rows that only the records know."""
-    return list({row.name: None for row in rows() if row.kind is kind} | {r.backend: None for r in records if r.kind == kind.value})
+    recorded = {r.backend: None for r in records if r.kind == kind.value and "," not in r.backend}
+    return list({row.name: None for row in rows() if row.kind is kind} | recorded)
 
 
 def _status(record: Record, present: dict[tuple[AttentionKind, str, RunnerMode], str]) -> str:
@@ -139,6 +151,25 @@ def _tables(records: Sequence[Record], statuses: Sequence[str]) -> list[Table]:
             body.append((name, texts))
         tables.append(Table(kind.value, body))
     return tables
+
+
+def _pairs(records: Sequence[Record], statuses: Sequence[str]) -> list[PairTable]:
+    """For each kind and device that pairs ``prefill,decode`` were run on: prefill rows by decode columns, what their handoff came to."""
+    groups: dict[tuple[str, str], dict[tuple[str, str], Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for record, status in zip(records, statuses, strict=True):
+        if "," in record.backend and record.mode == RunnerMode.HANDOFF.value:
+            prefill, decode = record.backend.split(",")
+            groups[record.kind, short_device(record.device)][prefill, decode][status] += 1
+    tables = []
+    for (kind, device), found in sorted(groups.items()):
+        prefills, decodes = (sorted({pair[side] for pair in found}) for side in (0, 1))
+        body = [(name, [_counts(found.get((name, other), Counter())) for other in decodes]) for name in prefills]
+        tables.append(PairTable(kind, device, decodes, body))
+    return tables
+
+
+def _counts(found: Counter[str]) -> str:
+    return ", ".join(f"{found[status]} {status}" for status in ORDER if found[status]) or "–"
 
 
 def _cells(records: Sequence[Record], statuses: Sequence[str]) -> dict[tuple[str, str, str], list[Cell]]:

@@ -16,6 +16,7 @@ from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.registry import Row, UsageError
 from attnmatrix.matrix.evidence_file import merge, read, read_file, write
 from attnmatrix.matrix.pytest_plugin import RECORD_KEY
+from attnmatrix.matrix.record import portable
 from attnmatrix.matrix.run import run_and_record
 from attnmatrix.matrix.selection import CellId
 
@@ -98,3 +99,10 @@ def test_a_record_of_a_row_that_returns_nan_can_be_read_back(tmp_path: Path) -> 
     write(tmp_path / "e.jsonl", [found])
     assert read_file(tmp_path / "e.jsonl") == [found]
     RECORD_KEY.pair(found)
+
+
+def test_records_name_no_folder_of_the_machine() -> None:
+    told = (
+        "Error in f at /opt/x/.venv/lib/python3.12/site-packages/pkg/a.cuh:697; -isystem/home/me/venv/site-packages/b `/tmp/w/.cache/pkg/c`"
+    )
+    assert portable(told) == "Error in f at site-packages/pkg/a.cuh:697; -isystemsite-packages/b `.cache/pkg/c`"
