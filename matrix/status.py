@@ -51,6 +51,8 @@ class Cell:
             parts.append(f"{self.margin:.2f}")
         if self.controls[1]:
             parts.append(f"{self.controls[0]}/{self.controls[1]}")
+        if self.status == "vacuous":
+            parts.append(self.reason)
         return " · ".join(parts)
 
     def short(self) -> str:
