@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -79,7 +80,7 @@ def register(row: Row) -> Row:
     key = (row.name, row.kind)
     if row.name in (*ALIASES, AUTO):
         raise ValueError(f"backend name {row.name!r} stands for other rows")
-    if key in _ROWS and _ROWS[key].source != row.source:
+    if key in _ROWS:
         raise ValueError(f"backend {row.name!r} is registered twice for {row.kind.value}")
     _ROWS[key] = row
     return row
@@ -99,7 +100,7 @@ def load_plugin(path: str | Path) -> None:
     path = Path(path)
     _load_builtin()
     before = set(_ROWS)
-    name = f"attnmatrix_plugin_{path.stem}"
+    name = f"attnmatrix_plugin_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, path)
@@ -109,7 +110,7 @@ def load_plugin(path: str | Path) -> None:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UsageError(f"plugin {str(path)!r} failed to import: {type(error).__name__}: {error}") from error
     if set(_ROWS) == before:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -97,9 +98,21 @@ def run(
     cells = chosen.cells()
     if not cells:
         raise UsageError("no cell to run: " + ("; ".join(chosen.not_run()) or "no case of this kind belongs to this mode"))
-    if evidence is not None and not (evidence.parent.is_dir() or str(evidence.parent) == "."):
-        evidence.parent.mkdir(parents=True)
+    if evidence is not None:
+        _prepare(evidence)
     raise typer.Exit(_pytest(chosen, workers, limit, evidence))
+
+
+def _prepare(evidence: Path) -> None:
+    """Make the folder of a file that is written when all has run. Raises UsageError when it could not be written there."""
+    if evidence.is_dir():
+        raise UsageError(f"--evidence names a file, and {str(evidence)!r} is a folder")
+    try:
+        evidence.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write evidence {str(evidence)!r}: {error.strerror}") from error
+    if not os.access(evidence.parent, os.W_OK):
+        raise UsageError(f"cannot write evidence {str(evidence)!r}: its folder is read-only")
 
 
 def _pytest(chosen: object, workers: int, limit: int, evidence: Path | None) -> int:

@@ -64,3 +64,46 @@ def test_a_process_that_dies_is_a_crash_and_the_next_cell_runs(tmp_path: Path) -
     code, text, records = _run(tmp_path, fault, "--mode", "eager", "-n", "1", "--case", "page_size_1", "--case", "prefix_exact_page")
     assert code == 1, text
     assert {str(r["case_name"]): r["status"] for r in records} == {"page_size_1": "crash", "prefix_exact_page": "pass"}
+
+
+def _plugins(tmp_path: Path, texts: dict[str, str], *arguments: str) -> tuple[int, str]:
+    """Exit code and text of a run with one plugin file for each text."""
+    command = [sys.executable, "-m", "attnmatrix.matrix", "run", "--device", "cpu", "--mode", "eager", "--case", "page_size_1"]
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        command += ["--plugin", name]
+    done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_plugin_cannot_replace_a_row(tmp_path: Path) -> None:
+    text = """
+from dataclasses import replace
+from attnmatrix.cases.case import AttentionKind
+from attnmatrix.harness.registry import find_row, register
+
+register(replace(find_row("torch", AttentionKind.SOFTMAX), summary="another"))
+"""
+    code, told = _plugins(tmp_path, {"taken.py": text}, "--backend", "torch")
+    assert code == 2
+    assert "registered twice" in told
+
+
+def test_two_plugin_files_of_one_name_both_count(tmp_path: Path) -> None:
+    two = {f"{folder}/odd.py": ROW.format(fault="pass").replace('"odd"', f'"{folder}"') for folder in ("one", "two")}
+    code, told = _plugins(tmp_path, two, "--backend", "two")
+    assert code == 0, told
+
+
+def test_a_plugin_that_exits_is_a_usage_error(tmp_path: Path) -> None:
+    code, told = _plugins(tmp_path, {"leaves.py": "import sys\nsys.exit(3)\n"}, "--backend", "torch")
+    assert code == 2
+    assert "failed to import: SystemExit: 3" in told
+
+
+def test_evidence_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    for place in (".", "/proc/nowhere/e.jsonl"):
+        code, told = _plugins(tmp_path, {}, "--backend", "torch", "--evidence", place)
+        assert code == 2
+        assert len(told.strip().splitlines()) == 1
