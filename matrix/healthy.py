@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from itertools import count, islice
-from multiprocessing import get_context
 from pathlib import Path
+from time import perf_counter
 
 import msgspec
 import torch
@@ -23,6 +22,7 @@ from attnmatrix.harness.registry import Row, UsageError, find_row, rows
 from attnmatrix.harness.row_suite import is_sampled
 from attnmatrix.harness.trial import describe, run_trial
 from attnmatrix.matrix.whole_file import write_whole
+from attnmatrix.matrix.workers import worker_pool
 
 CPU = torch.device("cpu")
 SLOW_SHARE, SLOW_WORK = 10, 500_000  # one case in ten for a row that crawls on a CPU, and only small ones
@@ -110,7 +110,7 @@ def run_healthy(cases: int, seed: int, workers: int, progress: Callable[[str], N
     worst: dict[tuple[str, str, str], tuple[float, str]] = {}
     alarms: list[Alarm] = []
     seconds = 0.0
-    with ProcessPoolExecutor(max(1, workers), mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+    with worker_pool(workers) as pool:
         for number, (task, margin, reason, took) in enumerate(pool.map(_run, tasks, chunksize=4), start=1):
             key = (task.row, task.kind, task.mode)
             trials[key] += 1
@@ -126,14 +126,8 @@ def run_healthy(cases: int, seed: int, workers: int, progress: Callable[[str], N
     return Healthy(len(tasks), seed, round(seconds, 1), tallies, alarms)
 
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def _run(task: Task) -> tuple[Task, float, str, float]:
     """The trial's margin, the first thing wrong ('' when it passed), and its seconds."""
-    from time import perf_counter
-
     begin = perf_counter()
     case = parse_case(task.case)
     trial = run_trial(find_row(task.row, case.kind), RunnerMode(task.mode), case, CPU, PROBES[task.probe])

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
-import torch
 from tabulate import tabulate
 
 from attnmatrix.harness.faults.fault import faults, not_injected
 from attnmatrix.harness.faults.score import CRASHED, KILLED, FaultScore, check_rule, score_fault
 from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.whole_file import write_whole
+from attnmatrix.matrix.workers import worker_pool
 
 
 class Survivor(msgspec.Struct, frozen=True):
@@ -50,7 +48,7 @@ def kill_score(rule: str, kinds: Collection[str], workers: int, progress: Callab
     """Run every fault (of some kinds) until it is rejected; ``progress`` gets a line for each. Raises UsageError for an unknown rule or kind."""
     check_rule(rule, kinds)
     chosen = [fault for fault in faults() if not kinds or fault.kind in kinds]
-    with ProcessPoolExecutor(max(1, workers), mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+    with worker_pool(workers) as pool:
         scores = []
         for number, found in enumerate(pool.map(_score, [(fault.id, rule) for fault in chosen]), start=1):
             scores.append(found)
@@ -76,10 +74,6 @@ def kill_score(rule: str, kinds: Collection[str], workers: int, progress: Callab
         seconds=round(sum(s.seconds for s in scores), 1),
         scores=scores,
     )
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def _score(task: tuple[str, str]) -> FaultScore:
