@@ -89,6 +89,15 @@ def uniform_extends(kind: AttentionKind) -> tuple[Case, ...]:
     )
 
 
+def long_series(kind: AttentionKind) -> tuple[Case, ...]:
+    """Many batches on one backend: what it counts, keeps or runs out of shows late."""
+    heads = Heads(2, 1, 64) if kind is AttentionKind.SOFTMAX else Heads(1, 1, 128)
+    return (
+        extend(16, (5, 0), (3, 2), kind, heads=heads, story="o15", name="series_extend"),
+        decode(16, (15, 4), kind, heads=heads, story="o15", name="series_decode"),
+    )
+
+
 def conversations(kind: AttentionKind) -> tuple[Case, ...]:
     """Prompts that later steps go on with: ends before, at and behind a page edge, pages of 1, 16 and 256, a prefix hit, a window."""
     cases = [

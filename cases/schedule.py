@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from attnmatrix.cases.case import Case, ForwardMode
@@ -14,6 +14,8 @@ from attnmatrix.cases.story import parse_story
 
 LONG = 256  # prefixes above this are shortened in derived batches
 LONG_NEW = 40  # and new lengths above this
+RECYCLED = ("recycled_rows", "recycled_pages")
+"""What other requests may take over, see :class:`Step`."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,10 @@ class Step:
     """One batch; graph modes pad it to ``padded`` requests (cg_decode, verify_cg) or tokens (pcg, bcg extend).
 
     ``fill`` says what padded rows carry: ``production`` (length 1, request row 0) or ``stale`` (what the buffers held).
-    ``follows`` says whose state the batch starts from: ``same`` requests as before, ``renew`` (new requests in their slots) or
-    ``resume`` (other requests, from the snapshots); ``accepted`` draft tokens of each request are committed after it.
+    ``follows`` says what the batch has of the one before: ``same`` requests; ``renew`` (new requests without prefix in their slots);
+    ``resume`` (other requests, from the snapshots); or, of other requests with the same lengths, ``recycled_rows`` (their request rows, now
+    over other pages and state slots) and ``recycled_pages`` (rows, pages and slots, which hold other keys, values and states by now).
+    ``accepted`` draft tokens of each request are committed after it.
     """
 
     case: Case
@@ -30,6 +34,11 @@ class Step:
     fill: str = "production"
     follows: str = ""
     accepted: tuple[int, ...] | None = None
+
+    @property
+    def recycles(self) -> bool:
+        """Whether other requests take over places of those before, which lie ready only when those are done."""
+        return self.follows in RECYCLED
 
 
 @dataclass(frozen=True)
@@ -50,12 +59,12 @@ class Schedule:
 
     @property
     def requests(self) -> tuple[range, ...]:
-        """The requests of each batch, numbered over the whole schedule. Batches that follow others are of the same requests, or of those
-        that resumed their snapshots."""
+        """The requests of each batch, numbered over the whole schedule. Requests that take over pages or slots have the numbers of those
+        before."""
         numbers: list[range] = []
         start = 0
         for step in self.steps:
-            if step.follows in ("same", "renew"):
+            if step.follows in ("same", "renew", "recycled_pages"):
                 numbers.append(numbers[-1])
                 continue
             numbers.append(range(start, start + step.case.batch_size))
@@ -65,8 +74,8 @@ class Schedule:
     @property
     def owners(self) -> tuple[Case, ...]:
         """The batches that pages are laid out for: each request once, at its longest."""
-        if not any(step.follows for step in self.steps):
-            return self.batches
+        if not any(step.follows and not step.recycles for step in self.steps):
+            return tuple(step.case for step in self.steps if step.follows != "recycled_pages")
         longest: dict[range, tuple[int, ...]] = {}
         for requests, batch in zip(self.requests, self.batches, strict=True):
             known = longest.get(requests, batch.kv_lens)
@@ -75,10 +84,11 @@ class Schedule:
         return tuple(plain.but(prefix_lens=(0,) * len(lens), new_lens=lens) for lens in longest.values())
 
 
-def schedule(case: Case, mode: RunnerMode) -> Schedule:
+def schedule(case: Case, mode: RunnerMode, recycled: str = "") -> Schedule:
     """The batches of one cell. Deterministic in the case's content.
 
     A story: the case and what its requests do next. Eager modes: the case and a sibling, to be prepared together before either runs.
+    ``recycled``, one of ``RECYCLED``, adds other requests with the lengths of the last batch in its places, to neither stories nor handoff.
     Graph modes: two captured sizes whose replays alternate. Those of each shrink, in requests and in lengths, and then grow; the smaller
     size pads as engines do, the larger one leaves stale rows. A lone request cannot become fewer, so its smaller size gets a fourth replay, before it.
     Handoff: the turns of one conversation.
@@ -88,7 +98,7 @@ def schedule(case: Case, mode: RunnerMode) -> Schedule:
     if case.story:
         return Schedule((), story_steps(case))
     if not mode.uses_graph:
-        return Schedule((), (Step(case, case.batch_size), Step(vary(case, max(1, case.batch_size), 1), 0)))
+        return Schedule((), _recycled((Step(case, case.batch_size), Step(vary(case, max(1, case.batch_size), 1), 0)), recycled))
     size = case.batch_size
     small, large = size + 1, 2 * size + 2
     turns = [(size, 0), (large - 1, 1), (size - 1, -1), (small, -1), (small, 1), (large, 1)]
@@ -99,10 +109,16 @@ def schedule(case: Case, mode: RunnerMode) -> Schedule:
         odd, even = [b.num_tokens for b in batches[1::2]], [b.num_tokens for b in batches[0::2]]
         small, large = max(even) + 3, max(*odd, max(even) + 3) + 5
     captures = (small, large)
-    return Schedule(
-        captures,
-        tuple(Step(batch, captures[index % 2], "stale" if index % 2 else "production") for index, batch in enumerate(batches)),
-    )
+    steps = tuple(Step(batch, captures[index % 2], "stale" if index % 2 else "production") for index, batch in enumerate(batches))
+    return Schedule(captures, _recycled(steps, recycled))
+
+
+def _recycled(steps: tuple[Step, ...], places: str) -> tuple[Step, ...]:
+    """The steps, and other requests in ``places`` of the last one."""
+    last = steps[-1]
+    if not places or not last.case.batch_size:
+        return steps
+    return (*steps, replace(last, case=last.case.but(seed=last.case.seed + 1), follows=places))
 
 
 @lru_cache(maxsize=64)
@@ -113,6 +129,9 @@ def story_steps(case: Case) -> tuple[Step, ...]:
     lens = own.kv_lens
     for turn in parse_story(case.story):
         counts, last = turn.of(case.batch_size), steps[-1]
+        if turn.action == "others":
+            steps.append(Step(vary(own, case.batch_size, len(steps)), case.batch_size))
+            continue
         if turn.action == "accept":
             steps[-1] = Step(last.case, last.padded, last.fill, last.follows, counts)
             lens = tuple(p + taken for p, taken in zip(last.case.prefix_lens, counts, strict=True))

@@ -4,6 +4,7 @@ Turns are joined by ``_``, each a letter and numbers, one for each request or on
 
 - ``x`` extend by so many tokens, ``d`` so many decode steps (``d3``; ``d`` is ``d1``);
 - ``v`` verify so many draft tokens, ``a`` after a verify: how many of each request's draft tokens are accepted and committed;
+- ``o`` a batch like the case's own, of other requests and lengths (``o15`` fifteen of them); it stands alone or among others;
 - ``n`` a new request of so many tokens, without prefix, takes over the state slot; ``r`` another request of so many new tokens resumes
   the snapshot that the case's own batch took (``track_lens``).
 
@@ -16,8 +17,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-ACTIONS = {"x": "extend", "d": "decode", "v": "verify", "a": "accept", "n": "renew", "r": "resume"}
-_TURN = re.compile(r"([xdvanr])(\d+(?:\.\d+)*)?(?:t(\d+))?")
+ACTIONS = {"x": "extend", "d": "decode", "v": "verify", "a": "accept", "n": "renew", "r": "resume", "o": "others"}
+_TURN = re.compile(r"([xdvanro])(\d+(?:\.\d+)*)?(?:t(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,19 @@ def parse_story(text: str) -> tuple[Turn, ...]:
     turns: list[Turn] = []
     for word in text.split("_") if text else ():
         match = _TURN.fullmatch(word)
-        if match is None or (match[2] is None and match[1] != "d"):
+        if match is None or (match[2] is None and match[1] not in "do"):
             raise ValueError(f"unknown turn {word!r}; a turn is one of {', '.join(ACTIONS)} and numbers")
         counts = tuple(int(count) for count in (match[2] or "1").split("."))
-        if match[1] == "d":
-            turns += [Turn("decode", (1,))] * counts[0]
+        if match[1] in "do":
+            turns += [Turn(ACTIONS[match[1]], (1,))] * counts[0]
         else:
             turns += [Turn(ACTIONS[match[1]], counts)] * int(match[3] or 1)
     return tuple(turns)
+
+
+def goes_on(text: str) -> bool:
+    """Whether a story has a batch that goes on from another, not only batches of other requests."""
+    return any(not word.startswith("o") for word in text.split("_") if text)
 
 
 def story_problem(
@@ -58,6 +64,9 @@ def story_problem(
         return str(error)
     if not requests or 0 in drafts:
         return "a story needs requests, each with a new token"
+    others = [turn.action == "others" for turn in turns]
+    if any(others):
+        return None if all(others) else "batches of other requests (o) stand alone in a story"
     before, last = ("verify" if verifies else "extend"), drafts
     for turn in turns:
         if len(turn.counts) not in (1, requests):

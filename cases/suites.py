@@ -70,6 +70,7 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
         yield from layouts.score_options()
         if mode is RunnerMode.EAGER:
             yield from layouts.large_shapes()
+            yield from layouts.long_series(kind)
         yield from layouts.page256_variants()
     else:
         yield from layouts.state_variants()
@@ -77,3 +78,4 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
         if mode is RunnerMode.EAGER:
             yield from state_stories.kernel_branches()
             yield from state_stories.extend_stories()
+            yield from layouts.long_series(kind)

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from attnmatrix.cases.options import DRAFT_KINDS, DTYPES, KV_DTYPES
-from attnmatrix.cases.story import story_problem
+from attnmatrix.cases.story import goes_on, story_problem
 
 if TYPE_CHECKING:
     from attnmatrix.cases.case import Case
@@ -54,7 +54,8 @@ def _option_problem(case: Case) -> str | None:
 def _kind_problem(case: Case) -> str | None:
     """Options of the scores and of the KV cache mean nothing to a kind that has neither."""
     if case.kind == "softmax":
-        states = {"state dtype": case.state_dtype, "snapshots": case.track_lens, "story": case.story, "shard": case.shard != (0, 1)}
+        story = goes_on(case.story)
+        states = {"state dtype": case.state_dtype, "snapshots": case.track_lens, "story": story, "shard": case.shard != (0, 1)}
         wrong = [label for label, value in states.items() if value]
         return f"softmax attention has no {', '.join(wrong)}" if wrong else None
     given = {"window": case.window, "soft cap": case.soft_cap, "sinks": case.sinks, "ALiBi": case.alibi, "KV dtype": case.kv_dtype}

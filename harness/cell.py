@@ -18,7 +18,7 @@ from attnmatrix.harness.diagnose import diagnose
 from attnmatrix.harness.locate import locate_worst
 from attnmatrix.harness.outcome import Outcome, judge_claim, judge_diagnosis, judge_not_applicable
 from attnmatrix.harness.pools import bits
-from attnmatrix.harness.probes import PEAKED, Probe
+from attnmatrix.harness.probes import PLAIN, Probe
 from attnmatrix.harness.properties import PropertyResult, examine
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.trial import Trial, run_trial
@@ -83,7 +83,7 @@ def run_cell(
         outcome = judge_claim(row, claim, known, trials, differences)
         if diagnosed and outcome.status in ("fail", "known") and not trials[-1].passed:
             found = diagnose(row, mode, case, device, trials[-1])
-            where = str(locate_worst([m for verdict in trials[-1].verdicts for m in verdict.measurements], case, mode) or "")
+            where = str(locate_worst([m for verdict in trials[-1].verdicts for m in verdict.measurements], trials[-1].plan) or "")
             diagnosis = str(found) if trials[-1].error is None else ""
             outcome = judge_diagnosis(outcome, known, found)
         if outcome.status == "pass":
@@ -133,9 +133,9 @@ def _try_controls(
     counts: dict[str, ControlCount] = {}
     accepted: list[str] = []
     for control in controls:
-        trial = run_trial(row, mode, case, device, PEAKED, control, schedule(case, mode).first())
+        trial = run_trial(row, mode, case, device, PLAIN, control, schedule(case, mode).first())
         if trial.passed:
-            trial = run_trial(row, mode, case, device, PEAKED, control)
+            trial = run_trial(row, mode, case, device, PLAIN, control)
         seen = counts.get(control.kind, ControlCount())
         if trial.error is not None:
             counts[control.kind] = ControlCount(seen.rejected, seen.tried, seen.raised + 1)

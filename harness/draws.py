@@ -80,11 +80,12 @@ class Draws:
         steps: list[StepData] = []
         for plan, requests in zip(planned.steps, planned.requests, strict=True):
             batch = plan.case
-            if plan.follows and batch.kind is AttentionKind.SOFTMAX:
+            continued = bool(plan.follows) and not plan.recycles
+            if continued and batch.kind is AttentionKind.SOFTMAX:
                 given = steps[-1].inputs
                 prefixes = extended(steps[-1], [layer.k.cpu() for layer in given], [layer.v.cpu() for layer in given])
             else:
-                prefixes = self._prefixes(batch, drawn=not plan.follows)
+                prefixes = self._prefixes(batch, drawn=not continued)
             inputs = tuple(self._layer_inputs(batch, prefixes, layer) for layer in range(NUM_LAYERS))
             hidden = torch.randn(batch.num_tokens, HIDDEN, generator=self.generator).to(self.dtype).to(self.device)
             steps.append(StepData(batch, requests, hidden, inputs, prefixes, plan.follows, plan.accepted))

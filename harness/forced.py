@@ -70,9 +70,9 @@ class ForcedBackend(AttentionBackend):
         self.seen(step, layer_id, own[:live])
         return given
 
-    def _step(self, batch: Batch, layer: int = -1) -> int | None:
-        """The step that a batch is; None for the dummy batch of a warm-up. Requests have a row of their own each; of the batches of a story,
-        which may look alike, the first whose ``layer`` has not run."""
+    def _step(self, batch: Batch, layer: int) -> int | None:
+        """The step that a batch is; None for the dummy batch of a warm-up. Requests have a row of their own each; of batches that may look
+        alike (a story's, and those in rows that others had) the first whose ``layer`` has not run."""
         rows = tuple(batch.req_pool_indices[: batch.size].tolist())
         alike = self.steps.get((rows, batch.new_lens[: batch.size]), [])
         return next((index for index in alike if (index, layer) not in self.found), alike[-1] if alike else None)
@@ -89,7 +89,7 @@ class ForcedBackend(AttentionBackend):
 
     def prepare_for_replay(self, batch: Batch) -> None:
         self.inner.prepare_for_replay(batch)
-        step = self._step(batch)
+        step = self._step(batch, 0)
         assert step is not None
         live = len(self.outputs[step][0])
         for layer, out in enumerate(self.outputs[step]):
@@ -113,8 +113,9 @@ def run_padded(world: World, backend: AttentionBackend) -> Iterator[StepRun]:
     static = {size: StaticBatch(world, size) for size in world.schedule.captures}
     for index, step in enumerate(world.schedule.steps):
         buffers = static[step.padded]
+        world.enter(index)
         batch = buffers.load(index, step.fill)
         backend.prepare_metadata(batch)
-        recorder, live = Recorder(backend, batch, world.conventions), batch.size * buffers.width
+        recorder, live = Recorder(backend, batch, world), batch.size * buffers.width
         final = model(buffers.tokens.hidden, buffers.tokens.inputs, recorder)
         yield StepRun(index, [call.first(live) for call in recorder.calls], final[:live])

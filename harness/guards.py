@@ -10,10 +10,11 @@ from torch import Tensor
 from attnmatrix.cases.case import ForwardMode
 from attnmatrix.harness.draws import NUM_LAYERS
 from attnmatrix.harness.pools import bits
+from attnmatrix.harness.produced import held
 from attnmatrix.harness.world import World
 
 if TYPE_CHECKING:
-    from attnmatrix.harness.runners.recorder import StepRun
+    from attnmatrix.harness.runners.recorder import AttentionCall, StepRun
 
 
 class Guards:
@@ -29,17 +30,24 @@ class Guards:
         constants = {"sinks": context.sinks, "alibi_slopes": context.alibi_slopes, "slopes": context.slopes}
         self._constants = {"req_to_token": world.req_to_token, **{n: t for n, t in constants.items() if t is not None}}
         self._before = {name: tensor.clone() for name, tensor in self._constants.items()}
+        self._entered = world.entered
         self._remember()
 
     def _remember(self) -> None:
         kv, states = self.world.context.kv, self.world.context.states
-        layers = range(NUM_LAYERS)
-        self._kv = [(kv.k(layer).clone(), kv.v(layer).clone()) for layer in layers] if kv is not None else []
-        self._states = [(states.state(n).clone(), states.intermediate(n).clone()) for n in layers] if states is not None else []
+        self._kv = kv.snapshot() if kv is not None else None
+        self._states = states.snapshot() if states is not None else None
+
+    def _hand_over(self) -> None:
+        """Let what was remembered follow what the world has handed over since."""
+        for index in range(self._entered + 1, self.world.entered + 1):
+            self.world.hand_over(index, self._before["req_to_token"], self._kv, self._states)
+        self._entered = self.world.entered
 
     def untouched(self) -> list[str]:
         """What changed since the last check, for a run that was refused: the new tokens' own slots may hold them already,
         since keys and values are written before a kernel is asked, nothing else may differ."""
+        self._hand_over()
         return [*self._tables(), *self._canaries(), *self._compare_kv({}), *self._compare_states({}, {})]
 
     def beyond_scratch(self) -> list[str]:
@@ -50,6 +58,7 @@ class Guards:
         """One line for each violation of one step, empty when all is as it should be."""
         world, step = self.world, self.world.steps[run.index]
         self._expect_commit(run.index - 1)
+        self._hand_over()
         problems = [*self._tables(), *self._canaries()]
         for call in run.calls:
             problems += [f"layer {call.layer}: forward modified its input {name}" for name in call.changed_inputs()]
@@ -63,13 +72,22 @@ class Guards:
             spots = {(r, d) for r, new in enumerate(step.case.new_lens) for d in range(new)}
             problems += self._compare_states({} if verify else dict.fromkeys(range(NUM_LAYERS), own), spots if verify else {})
         self._remember()
-        return problems
+        return problems or [line for call in run.calls for line in self._late(call, run.index)]
+
+    def _late(self, call: AttentionCall, index: int) -> list[str]:
+        """What the batch's own slots of a layer hold must be there when that layer's call returns: the next layer, or another batch, may run."""
+        now = held(self.world.context, self.world.batch(index), call.layer)
+        same = all(torch.equal(bits(then[: len(later)]), bits(later)) for then, later in zip(call.left, now, strict=bool(call.left)))
+        return [] if same else [f"layer {call.layer}: the batch's own slots were written after the layer's call had returned"]
 
     def _expect_commit(self, index: int) -> None:
         """What was remembered, as the commit after step ``index`` should have left it: bits of the intermediate states."""
         accepted = self.world.steps[index].accepted if index >= 0 else None
-        for state, drafted in self._states if accepted is not None else ():
-            for row, (request, count) in enumerate(zip(self.world.steps[index].requests, accepted or (), strict=True)):
+        if self._states is None or accepted is None:
+            return
+        for layer in range(NUM_LAYERS):
+            state, drafted = self._states.state(layer), self._states.intermediate(layer)
+            for row, (request, count) in enumerate(zip(self.world.steps[index].requests, accepted, strict=True)):
                 if count:
                     state[self.world.state_slots[request]] = drafted[row, count - 1]
 
@@ -88,14 +106,14 @@ class Guards:
 
     def _compare_kv(self, written: dict[int, tuple[Tensor, Tensor]], run: StepRun | None = None, spare_own: bool = True) -> list[str]:
         world, kv = self.world, self.world.context.kv
-        if kv is None:
+        if kv is None or self._kv is None:
             return []
         own = range(len(world.steps)) if run is None else (run.index,)
         out_loc = torch.cat([world.batch(index).out_loc for index in own])
         page, offset = out_loc // kv.page_size, out_loc % kv.page_size
         problems = []
-        for layer, (old_k, old_v) in enumerate(self._kv):
-            for name, old, now in (("K", old_k, kv.k(layer)), ("V", old_v, kv.v(layer))):
+        for layer in range(NUM_LAYERS):
+            for name, old, now in (("K", self._kv.k(layer), kv.k(layer)), ("V", self._kv.v(layer), kv.v(layer))):
                 want = kv.by_page(old)
                 if layer in written:
                     given = written[layer][0 if name == "K" else 1]
@@ -136,10 +154,11 @@ class Guards:
 
     def _compare_states(self, own: dict[int, set[int]], spots: set[tuple[int, int]] | dict[int, set[int]]) -> list[str]:
         states = self.world.context.states
-        if states is None:
+        if states is None or self._states is None:
             return []
         problems = []
-        for layer, (old, old_drafted) in enumerate(self._states):
+        for layer in range(NUM_LAYERS):
+            old, old_drafted = self._states.state(layer), self._states.intermediate(layer)
             changed = (bits(old) != bits(states.state(layer))).flatten(1).any(dim=-1).nonzero().flatten().tolist()
             foreign = [slot for slot in changed if slot not in own.get(layer, set())]
             if foreign:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from attnmatrix.cases.case import AttentionKind, Case
-from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.placement import PoolPlan, plan_pool
-from attnmatrix.cases.schedule import schedule
+from attnmatrix.cases.schedule import Schedule
 from attnmatrix.harness.measure import Measurement
 
 
@@ -73,12 +72,11 @@ def locate(measurement: Measurement, batch: Case, plan: PoolPlan, first_request:
     )  # fmt: skip
 
 
-def locate_worst(measurements: Iterable[Measurement], case: Case, mode: RunnerMode) -> Location | None:
-    """Where the worst of a trial's measurements is, None when none is over its limit."""
+def locate_worst(measurements: Iterable[Measurement], plan: Schedule) -> Location | None:
+    """Where the worst of a trial's measurements is, whose batches were those of ``plan``; None when none is over its limit."""
     wrong = [m for m in measurements if m.error.numel() and float(m.ratio.max()) > 1]
     if not wrong:
         return None
-    plan = schedule(case, mode)
     worst = max(wrong, key=lambda m: float(m.ratio.max()))
     return locate(worst, plan.batches[worst.step], plan_pool(plan.owners), plan.requests[worst.step].start)
 

@@ -111,10 +111,11 @@ class Search:
         conventions = self.conventions(fault)
         if conventions not in self.worlds:
             fresh = World(self.case, self.mode, self.probe, conventions, self.device)
-            self.worlds[conventions] = fresh, [tensor.clone() for tensor in _pools(fresh)]
+            self.worlds[conventions] = fresh, [tensor.clone() for tensor in _memory(fresh)]
         world, before = self.worlds[conventions]
-        for tensor, kept in zip(_pools(world), before, strict=True):
+        for tensor, kept in zip(_memory(world), before, strict=True):
             tensor.copy_(kept)
+        world.entered = -1
         return world
 
     def fails(self, fault: Fault) -> bool:
@@ -148,7 +149,9 @@ def wrong_quantities(trial: Trial) -> frozenset[str]:
     return frozenset(m.quantity for m in measured if m.error.numel() and float(m.ratio.max()) > 1)
 
 
-def _pools(world: World) -> Iterator[Tensor]:
+def _memory(world: World) -> Iterator[Tensor]:
+    """The pools and the table, which change from step to step."""
+    yield world.req_to_token
     for pool in (world.context.kv, world.context.states):
         for fenced in pool.fenced if pool is not None else ():
             yield fenced.tensor

@@ -82,6 +82,13 @@ class KVPool:
         other._both = self._both[::-1]
         return other
 
+    def snapshot(self) -> KVPool:
+        """What the pool holds now, in memory of its own and without fences."""
+        other = copy.copy(self)
+        other._k, other._v = [k.clone() for k in self._k], [v.clone() for v in self._v]
+        other.fenced, other._both = [], []
+        return other
+
     def by_page(self, tensor: Tensor) -> Tensor:
         """A physical tensor seen as ``[pages, page, H, D]`` whatever its layout."""
         return tensor.transpose(1, 2) if self.layout == "HND" else tensor
@@ -129,6 +136,13 @@ class StatePool:
         """The same memory with the layers in reverse order."""
         other = copy.copy(self)
         other._live, other._drafted = self._live[::-1], self._drafted[::-1]
+        return other
+
+    def snapshot(self) -> StatePool:
+        """What the pool holds now, in memory of its own and without fences."""
+        other = copy.copy(self)
+        other._live, other._drafted = [t.clone() for t in self._live], [t.clone() for t in self._drafted]
+        other.fenced = []
         return other
 
     def as_kv(self, tensor: Tensor) -> Tensor:

@@ -25,16 +25,28 @@ class Poison(str, Enum):
 
 @dataclass(frozen=True)
 class Probe:
-    """Inputs of one kind under one fill of the dead slots. Probes that differ in ``poison`` alone have equal live inputs."""
+    """Inputs of one kind under one fill of the dead slots. Probes that differ in ``poison`` alone have equal live inputs; those of other
+    ``inputs`` share none, so that what a row keeps of one world is wrong in the next.
+
+    ``recycled``: what requests at the end take over from those before them (see ``cases.schedule``).
+    """
 
     name: str
     inputs: str = "peaked"
     poison: Poison = Poison.BIG_VALUES
+    recycled: str = ""
+
+    @property
+    def salt(self) -> int:
+        """What a case's seed is combined with."""
+        return 0 if self.inputs == "peaked" else 0x9E37
 
 
-PEAKED = Probe("peaked")
-POISON = Probe("poison", poison=Poison.RANDOM)
-NEEDLE = Probe("needle", inputs="needle")
+PLAIN = Probe("plain")
+"""Peaked inputs and no request that takes over anything: for runs whose tables do not follow, such as those under a control."""
+PEAKED = Probe("peaked", recycled="recycled_rows")
+POISON = Probe("poison", poison=Poison.RANDOM, recycled="recycled_rows")
+NEEDLE = Probe("needle", inputs="needle", recycled="recycled_pages")
 PROBES = (PEAKED, POISON, NEEDLE)
 """Every case is run under each of these; peaked and poison must agree to the bit for deterministic rows."""
 

@@ -1,4 +1,4 @@
-"""What a step left in the state pool for the requests of its batch."""
+"""What a call, and a step, left in the pools for the requests of its batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,22 @@ import torch
 from torch import Tensor
 
 from attnmatrix.cases.case import ForwardMode
+from attnmatrix.harness.batch import Batch
+from attnmatrix.harness.context import Context
 from attnmatrix.harness.world import World
+
+
+def held(context: Context, batch: Batch, layer: int) -> tuple[Tensor, ...]:
+    """What a layer's pool holds of a batch's own slots: keys and values ``[T, Hkv, D]``; or states, and intermediate states of target_verify,
+    by request. Copies that a graph can make."""
+    if context.kv is not None:
+        page, offset = batch.out_loc // context.page_size, batch.out_loc % context.page_size
+        return tuple(context.kv.by_page(tensor)[page, offset] for tensor in (context.kv.k(layer), context.kv.v(layer)))
+    if context.states is None or batch.state_indices is None:
+        return ()
+    if batch.forward_mode.seq_lens_is_prefix:
+        return (context.states.intermediate(layer)[: batch.padded_reqs].clone(),)
+    return (context.states.state(layer)[batch.state_indices.long()],)
 
 
 def produced_states(world: World, index: int, layer: int) -> dict[str, Tensor]:

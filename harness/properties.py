@@ -12,7 +12,7 @@ from attnmatrix.cases.case import AttentionKind, Case, Placement
 from attnmatrix.cases.layouts import seed_layouts, window_edges
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.pools import bits
-from attnmatrix.harness.probes import PEAKED, Poison, Probe
+from attnmatrix.harness.probes import PLAIN, Poison, Probe
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.runners.recorder import AttentionCall, Recorder
 from attnmatrix.harness.trial import run_trial
@@ -91,14 +91,14 @@ def _nan_tier(row: Row, case: Case, device: torch.device, tier: Poison) -> Prope
 
 def _first_step(row: Row, case: Case, device: torch.device) -> list[AttentionCall]:
     """The attention calls of the case's own batch in a world of its own, each layer on its planned inputs."""
-    world = World(case, RunnerMode.EAGER, PEAKED, row.conventions, device)
+    world = World(case, RunnerMode.EAGER, PLAIN, row.conventions, device)
     return _drive(row, world)
 
 
 def _drive(row: Row, world: World) -> list[AttentionCall]:
     backend, batch = row.create(world.context), world.batch(0)
     backend.prepare_metadata(batch)
-    recorder = Recorder(backend, batch, world.conventions)
+    recorder = Recorder(backend, batch, world)
     for layer, planned in enumerate(world.steps[0].inputs):
         recorder(layer, planned.q, planned.k, planned.v)
     return recorder.calls
@@ -106,7 +106,7 @@ def _drive(row: Row, world: World) -> list[AttentionCall]:
 
 def _alone(row: Row, case: Case, device: torch.device, request: int, together: list[AttentionCall]) -> bool:
     """Whether a request computed without its neighbours gives the same bits."""
-    world = World(case, RunnerMode.EAGER, PEAKED, row.conventions, device)
+    world = World(case, RunnerMode.EAGER, PLAIN, row.conventions, device)
     world.keep_only(request)
     start = sum(case.new_lens[:request])
     rows = slice(start, start + case.new_lens[request])

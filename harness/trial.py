@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Trial:
 
     ``outputs`` are the attention outputs of each step and layer, for comparisons between trials; ``states``, kept of a failing trial of
     a linear kind, what each left for the batch's own requests (see ``produced_states``). ``untouched``: no pool was changed by a run
-    that ended in an exception.
+    that ended in an exception. ``plan`` holds the batches that were to be run.
     """
 
     probe: str
@@ -42,6 +42,7 @@ class Trial:
     error: BaseException | None = None
     untouched: bool = True
     states: tuple[tuple[dict[str, Tensor], ...], ...] = ()
+    plan: Schedule = field(default_factory=lambda: Schedule((), ()))
 
     @property
     def passed(self) -> bool:
@@ -83,11 +84,13 @@ def run_trial(
             replays += run.replays
             graph = run.graph
     except Exception as error:  # noqa: BLE001 - whatever a backend raises is an outcome, classified by the caller
-        return Trial(probe.name, tuple(verdicts), tuple(outputs), replays, graph, error, untouched=not guards.untouched())
+        return Trial(probe.name, tuple(verdicts), tuple(outputs), replays, graph, error, not guards.untouched(), plan=world.schedule)
     missing = len(world.steps) - len(verdicts)
     short = ContractError(f"{missing} of {len(world.steps)} batches were not run") if missing else None
     failed = bool(missing) or not all(verdict.passed for verdict in verdicts)
-    return Trial(probe.name, tuple(verdicts), tuple(outputs), replays, graph, short, states=tuple(states) if failed else ())
+    return Trial(
+        probe.name, tuple(verdicts), tuple(outputs), replays, graph, short, states=tuple(states) if failed else (), plan=world.schedule
+    )
 
 
 def describe(trial: Trial) -> tuple[str, ...]:

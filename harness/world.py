@@ -38,23 +38,30 @@ class World:
         if case.forward not in mode.forward_modes:
             raise ValueError(f"runner mode {mode.value} does not drive {case.forward.value} batches")
         self.case, self.mode, self.probe, self.conventions, self.device = case, mode, probe, conventions, device
-        self.schedule: Schedule = plan or schedule(case, mode)
+        self.schedule: Schedule = plan or schedule(case, mode, probe.recycled)
         self.requests = self.schedule.requests
         owners = self.schedule.owners
         self.pool_plan: PoolPlan = plan_pool(owners)
         self.dtype = TORCH_DTYPES[case.dtype]
-        self.generator = torch.Generator().manual_seed(case.data_seed)
+        seed = case.data_seed ^ probe.salt
+        self.generator = torch.Generator().manual_seed(seed)
         self.num_requests = max((requests.stop for requests in self.requests), default=0)
-        self.req_rows = spread(self.num_requests, case.data_seed)
+        self.req_rows = spread(self.num_requests, seed)
         tracked = [r for requests, batch in zip(self.requests, self.schedule.batches, strict=True) for r in _tracked(requests, batch)]
-        slots = spread(self.num_requests + len(tracked), case.data_seed ^ 0x57A7E)  # another order: a row is no slot
+        slots = spread(self.num_requests + len(tracked), seed ^ 0x57A7E)  # another order: a row is no slot
         self.state_slots, self.track_slots = slots[: self.num_requests], dict(zip(tracked, slots[self.num_requests :], strict=True))
         for requests, step in zip(self.requests, self.schedule.steps, strict=True):
             if step.follows == "resume":
                 self.state_slots[requests.start : requests.stop] = [self.track_slots[first] for first in self.requests[0]]
         self.histories = Histories()
         lens = [n for batch in owners for n in batch.kv_lens]
-        self.req_to_token = token_table(self.pool_plan, self.req_rows, lens, probe.poison, case.data_seed).to(device)
+        table = token_table(self.pool_plan, self.req_rows, lens, probe.poison, seed).to(device)
+        self._rows_of_requests = table[self.req_rows]  # what each request's row says while it is the request's
+        self.req_to_token = table
+        for before, requests, step in zip(self.requests, self.requests[1:], self.schedule.steps[1:], strict=False):
+            if step.follows == "recycled_rows":
+                self.req_rows[requests.start : requests.stop] = self.req_rows[before.start : before.stop]
+        self.entered = -1
         self.context = self._context()
         self._poison()
         self.steps = Draws(probe, self.generator, self.dtype, device).steps(self.schedule)
@@ -134,18 +141,37 @@ class World:
                     states.state(layer)[[*others, *self.track_slots.values()]] = UNTOUCHED
 
     def _fill_live(self) -> None:
-        kv, states = self.context.kv, self.context.states
-        for step in self.steps:
-            for request, prefix, length in zip(step.requests, step.prefixes, step.case.prefix_lens, strict=True):
-                if not length or step.follows:
-                    continue
-                for layer in range(NUM_LAYERS):
-                    if kv is not None:
-                        freed = freed_tokens(step.case, length, layer)
-                        keys, values = (drawn[layer][freed:].to(self.device) for drawn in (prefix.keys, prefix.values))
-                        kv.store(layer, self.slots(request, freed, length), keys, values)
-                    if states is not None:
-                        states.as_kv(states.state(layer))[self.state_slots[request]] = prefix.states[layer].to(self.device)
+        """What the requests of every batch have cached, but for those whose places still belong to others."""
+        for index, step in enumerate(self.steps):
+            if step.follows in ("", "recycled_rows"):
+                self._store(index, self.context.kv, self.context.states)
+
+    def _store(self, index: int, kv: KVPool | None, states: StatePool | None) -> None:
+        step = self.steps[index]
+        for request, prefix, length in zip(step.requests, step.prefixes, step.case.prefix_lens, strict=True):
+            for layer in range(NUM_LAYERS) if length else ():
+                if kv is not None:
+                    freed = freed_tokens(step.case, length, layer)
+                    keys, values = (drawn[layer][freed:].to(self.device) for drawn in (prefix.keys, prefix.values))
+                    kv.store(layer, self.slots(request, freed, length), keys, values)
+                if states is not None:
+                    states.as_kv(states.state(layer))[self.state_slots[request]] = prefix.states[layer].to(self.device)
+
+    def enter(self, index: int) -> None:
+        """Give step ``index`` its places: to be called when the steps before it are done, before its batch is prepared. Only requests that
+        take over others' rows or pages need it; once is enough."""
+        if index > self.entered:
+            self.entered = index
+            self.hand_over(index, self.req_to_token, self.context.kv, self.context.states)
+
+    def hand_over(self, index: int, req_to_token: Tensor, kv: KVPool | None, states: StatePool | None) -> None:
+        """Put into tables and pools what changes hands at step ``index``."""
+        step = self.steps[index]
+        if step.follows == "recycled_rows":
+            numbers = list(step.requests)
+            req_to_token[[self.req_rows[number] for number in numbers]] = self._rows_of_requests[numbers]
+        elif step.follows == "recycled_pages":
+            self._store(index, kv, states)
 
     def _plant_nan(self) -> None:
         kv, states, poison = self.context.kv, self.context.states, self.probe.poison
@@ -195,7 +221,7 @@ class World:
 
     def slots(self, request: int, start: int, stop: int) -> Tensor:
         """int64 ``[stop - start]``: physical slots of a request's positions."""
-        return self.req_to_token[self.req_rows[request], start:stop].long()
+        return self._rows_of_requests[request, start:stop].long()
 
     def batch(self, index: int) -> Batch:
         """The unpadded batch of one step."""

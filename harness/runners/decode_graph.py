@@ -56,7 +56,7 @@ def _capture(world: World, backend: AttentionBackend, model: TwoLayerModel, size
     static = StaticBatch(world, size)
     batch, tokens = static.capture(), static.tokens
     backend.prepare_for_capture(batch)
-    recorder = Recorder(backend, batch, world.conventions)
+    recorder = Recorder(backend, batch, world)
     graph = GraphMaker(world.device)()
     with nan_in_new_tensors():
         problems += not_finite(world, "warm-up", warm_up(world.device, lambda: model(tokens.hidden, tokens.inputs, recorder)))
@@ -69,6 +69,7 @@ def _capture(world: World, backend: AttentionBackend, model: TwoLayerModel, size
 
 def _replay(captured: CapturedBatch, backend: AttentionBackend, index: int, fill: str, problems: list[str]) -> StepRun:
     static = captured.static
+    static.world.enter(index)
     batch = static.load(index, fill)
     given = {name: tensor.clone() for name, tensor in static.fields.items()}
     backend.prepare_metadata(batch)

@@ -16,14 +16,22 @@ from attnmatrix.harness.world import World
 def run_eager(world: World, backend: AttentionBackend) -> Iterator[StepRun]:
     """Prepare A, prepare B, run A, run B: metadata must not live in one place. Serves eager and verify.
 
+    Requests that take over places of others are prepared when those are done.
+
     In a story accepted draft tokens are committed after their verify. The needle probe asks for the LSE of rows that return it.
     """
     model = TwoLayerModel(world)
-    batches = [world.batch(index) for index in range(len(world.steps))]
-    for batch in batches:
+    ahead = [index for index, step in enumerate(world.schedule.steps) if not step.recycles]
+    batches = {index: world.batch(index) for index in ahead}
+    for batch in batches.values():
         backend.prepare_metadata(batch)
-    for index, batch in enumerate(batches):
-        recorder = Recorder(backend, batch, world.conventions, with_lse=world.probe.inputs == "needle" and backend.returns_lse)
+    for index in range(len(world.steps)):
+        if index not in batches:
+            world.enter(index)
+            batches[index] = world.batch(index)
+            backend.prepare_metadata(batches[index])
+        batch = batches[index]
+        recorder = Recorder(backend, batch, world, with_lse=world.probe.inputs == "needle" and backend.returns_lse)
         with nan_in_new_tensors():
             final = model(world.steps[index].hidden, world.steps[index].inputs, recorder)
         yield StepRun(index, recorder.calls, final, problems=tuple(batch.changes(world.batch(index))))

@@ -19,7 +19,7 @@ def run_handoff(world: World, backend: AttentionBackend) -> Iterator[StepRun]:
     for index, step in enumerate(world.steps):
         batch = world.batch(index)
         backend.prepare_metadata(batch)
-        recorder = Recorder(backend, batch, world.conventions)
+        recorder = Recorder(backend, batch, world)
         with nan_in_new_tensors():
             final = model(step.hidden, step.inputs, recorder)
         yield StepRun(index, recorder.calls, final, problems=tuple(batch.changes(world.batch(index))))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,10 @@ from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.pools import bits
+from attnmatrix.harness.produced import held
+
+if TYPE_CHECKING:
+    from attnmatrix.harness.world import World
 
 
 class ContractError(Exception):
@@ -23,7 +28,7 @@ class AttentionCall:
     """One call of ``forward``: inputs as they were before it, inputs as they are after it, output ``[T, Hq, D]``.
 
     ``raw`` is the tensor the backend returned, before translation; graph runners overwrite it between replays. ``lse`` ``[T, Hq]`` is in
-    nats, None when it was not asked for.
+    nats, None when it was not asked for. ``left`` is what the pool held of the batch's own slots right after the call.
     """
 
     layer: int
@@ -34,11 +39,14 @@ class AttentionCall:
     out: Tensor
     raw: Tensor
     lse: Tensor | None = None
+    left: tuple[Tensor, ...] = ()
 
     def first(self, tokens: int) -> AttentionCall:
         """The call cut to its first ``tokens`` tokens."""
         q, k, v = (tensor[:tokens] for tensor in self.given)
-        return AttentionCall(self.layer, self.q[:tokens], self.k[:tokens], self.v[:tokens], (q, k, v), self.out[:tokens], self.raw[:tokens])
+        return replace(
+            self, q=self.q[:tokens], k=self.k[:tokens], v=self.v[:tokens], given=(q, k, v), out=self.out[:tokens], raw=self.raw[:tokens]
+        )
 
     def changed_inputs(self) -> list[str]:
         """Names of the inputs that the backend modified."""
@@ -71,19 +79,21 @@ class Recorder:
 
     backend: AttentionBackend
     batch: Batch
-    conventions: Conventions
+    world: World
     with_lse: bool = False
     calls: list[AttentionCall] = field(default_factory=list)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        conventions = self.world.conventions
         before, lse = (q.clone(), k.clone(), v.clone()), None
         if self.with_lse:
             raw, lse = self.backend.forward_with_lse(q, k, v, layer, self.batch)
-            lse = translate_lse(lse, q, self.conventions)
+            lse = translate_lse(lse, q, conventions)
         else:
             raw = self.backend.forward(q, k, v, layer, self.batch)
-        out = translate_output(raw, q, self.conventions)
-        self.calls.append(AttentionCall(layer, *before, (q, k, v), out.clone(), raw, lse))
+        out = translate_output(raw, q, conventions)
+        left = held(self.world.context, self.batch, layer)
+        self.calls.append(AttentionCall(layer, *before, (q, k, v), out.clone(), raw, lse, left))
         return out
 
 

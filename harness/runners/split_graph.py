@@ -74,7 +74,7 @@ def run_split_graph(world: World, backend: AttentionBackend, capture: Capture) -
         batch = dummy_batch(world, size)
         backend.prepare_metadata(batch)
         with nan_in_new_tensors():
-            captured[size] = capture(model, StaticTokens(world, size), Recorder(backend, batch, world.conventions))
+            captured[size] = capture(model, StaticTokens(world, size), Recorder(backend, batch, world))
         if (warmed := captured[size].warmed) is not None:
             problems += not_finite(world, "warm-up", warmed)
         problems += not_finite(world, "capture", captured[size].final)
@@ -85,12 +85,13 @@ def run_split_graph(world: World, backend: AttentionBackend, capture: Capture) -
 
 
 def _replay(world: World, backend: AttentionBackend, graph: SplitGraph, index: int) -> StepRun:
+    world.enter(index)
     step, batch = world.steps[index], world.batch(index)
     graph.tokens.fill(step, clear=world.schedule.steps[index].fill == "production")
     backend.prepare_metadata(batch)
     live = step.case.num_tokens
     graph.final.fill_(float("nan"))
-    recorder = Recorder(backend, batch, world.conventions)
+    recorder = Recorder(backend, batch, world)
     with nan_in_new_tensors():
         graph.replay(recorder, live)
     return StepRun(index, recorder.calls, graph.final[:live], 1, graph.graphs[0].kind)

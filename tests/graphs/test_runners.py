@@ -157,7 +157,7 @@ def test_a_breakable_graph_has_a_segment_on_each_side_of_every_attention_call() 
     backend, batch = TorchSoftmax(world.context), dummy_batch(world, 40)
     backend.prepare_metadata(batch)
     tokens = StaticTokens(world, 40)
-    split = break_at_attention(TwoLayerModel(world), tokens, Recorder(backend, batch, world.conventions), GraphMaker(CPU))
+    split = break_at_attention(TwoLayerModel(world), tokens, Recorder(backend, batch, world), GraphMaker(CPU))
     assert (len(split.graphs), [point.layer for point in split.points]) == (3, [0, 1])
     assert all(len(graph) > 3 for graph in split.graphs)  # type: ignore[arg-type]
 
