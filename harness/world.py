@@ -39,19 +39,19 @@ class World:
             raise ValueError(f"runner mode {mode.value} does not drive {case.forward.value} batches")
         self.case, self.mode, self.probe, self.conventions, self.device = case, mode, probe, conventions, device
         self.schedule: Schedule = plan or schedule(case, mode)
-        self.requests = self.schedule.requests
+        numbered = self.schedule.requests
         owners = self.schedule.owners
         self.pool_plan: PoolPlan = plan_pool(owners)
         self.dtype = TORCH_DTYPES[case.dtype]
         self.generator = torch.Generator().manual_seed(case.data_seed)
-        self.num_requests = max((requests.stop for requests in self.requests), default=0)
+        self.num_requests = max((requests.stop for requests in numbered), default=0)
         self.req_rows = spread(self.num_requests, case.data_seed)
-        tracked = [r for requests, batch in zip(self.requests, self.schedule.batches, strict=True) for r in _tracked(requests, batch)]
+        tracked = [r for requests, batch in zip(numbered, self.schedule.batches, strict=True) for r in _tracked(requests, batch)]
         slots = spread(self.num_requests + len(tracked), case.data_seed ^ 0x57A7E)  # another order: a row is no slot
         self.state_slots, self.track_slots = slots[: self.num_requests], dict(zip(tracked, slots[self.num_requests :], strict=True))
-        for requests, step in zip(self.requests, self.schedule.steps, strict=True):
+        for requests, step in zip(numbered, self.schedule.steps, strict=True):
             if step.follows == "resume":
-                self.state_slots[requests.start : requests.stop] = [self.track_slots[first] for first in self.requests[0]]
+                self.state_slots[requests.start : requests.stop] = [self.track_slots[first] for first in numbered[0]]
         self.histories = Histories()
         lens = [n for batch in owners for n in batch.kv_lens]
         self.req_to_token = token_table(self.pool_plan, self.req_rows, lens, probe.poison, case.data_seed).to(device)
