@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
+from attnmatrix.harness.decay_rounding import chunked_decay
 from attnmatrix.harness.draws import StepData
 from attnmatrix.harness.history import History
-from attnmatrix.harness.rounding import TF32_PRODUCTS, chunked_decay, softmax_rounded
+from attnmatrix.harness.rounding import TF32_PRODUCTS
 from attnmatrix.harness.runners.recorder import AttentionCall
+from attnmatrix.harness.softmax_rounding import softmax_rounded
 from attnmatrix.harness.world import World
 from attnmatrix.references.decayed_state import DecayedStateResult, decayed_state_attention, decayed_state_sizes
 from attnmatrix.references.softmax import softmax_attention
