@@ -26,6 +26,14 @@ def score_baseline(
     return torch.where(mask[:, None, :], score, float("-inf"))
 
 
+def finite_peak(score: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """float32 ``[new, Hq]``: the largest score ``[new, Hq, kv]`` or sink ``[Hq]`` of each row, 0 where it sees nothing."""
+    peak = score.amax(dim=-1) if score.shape[-1] else score.new_full(score.shape[:2], float("-inf"))
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks)
+    return torch.where(torch.isfinite(peak), peak, 0.0)
+
+
 def softmax_baseline(
     q: Tensor,
     k: Tensor,
@@ -45,10 +53,7 @@ def softmax_baseline(
     """
     score = score_baseline(q, k, mask, scale, soft_cap=soft_cap, alibi_slopes=alibi_slopes, distance=distance)
     values = v.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    peak = score.amax(dim=-1, keepdim=True) if score.shape[-1] else score.new_full((*score.shape[:2], 1), float("-inf"))
-    if sinks is not None:
-        peak = torch.maximum(peak, sinks[None, :, None])
-    peak = torch.where(torch.isfinite(peak), peak, 0.0)
+    peak = finite_peak(score, sinks)[..., None]
     weight = torch.exp(score - peak)
     total = weight.sum(dim=-1, keepdim=True)
     if sinks is not None:

@@ -1,7 +1,7 @@
 """Negative controls: a real row given wrong inputs must be rejected by the comparison that passes it.
 
 A control tampers at the contract's boundary (context, batch, or q, k, v of a call), stays in bounds, and applies by a rule on the case alone.
-The expectation does not move.
+The expectation does not move. Calls are tampered with inside graph captures too, so batches are changed by operations on the device alone.
 """
 
 from __future__ import annotations
@@ -54,12 +54,18 @@ class TamperedBackend(AttentionBackend):
         batch.attn_metadata = given.attn_metadata
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
-        given = replace(self.control.batch(batch, self.context), attn_metadata=batch.attn_metadata)
-        return self.inner.forward(*self.control.inputs(q, k, v), layer_id, given)
+        return self.inner.forward(*self.control.inputs(q, k, v), layer_id, self._prepared(batch))
+
+    def forward_with_lse(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self.inner.forward_with_lse(*self.control.inputs(q, k, v), layer_id, self._prepared(batch))
 
     @property
     def returns_lse(self) -> bool:
-        return False  # controls tamper with what every row has
+        return self.inner.returns_lse
+
+    def _prepared(self, batch: Batch) -> Batch:
+        """The batch tampered with, and what was prepared for it."""
+        return replace(self.control.batch(batch, self.context), attn_metadata=batch.attn_metadata)
 
     def init_capture_graph(self, max_seq_len: int, batch_sizes: Sequence[int]) -> None:
         self.inner.init_capture_graph(max_seq_len, batch_sizes)
@@ -68,12 +74,12 @@ class TamperedBackend(AttentionBackend):
         self.inner.prepare_for_capture(batch)
 
     def prepare_for_replay(self, batch: Batch) -> None:
-        self.inner.prepare_for_replay(batch)
+        given = self._prepared(batch)
+        self.inner.prepare_for_replay(given)
+        batch.attn_metadata = given.attn_metadata
 
     def commit(self, accepted: Tensor, batch: Batch) -> None:
-        self.inner.commit(
-            self.control.accepted(accepted), replace(self.control.batch(batch, self.context), attn_metadata=batch.attn_metadata)
-        )
+        self.inner.commit(self.control.accepted(accepted), self._prepared(batch))
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata | None:
         return self.inner.inspect_metadata(batch)
@@ -91,17 +97,27 @@ def _foreign_first_page(world: World, context: Context) -> Context:
     return replace(context, req_to_token=table)
 
 
+def _announced(batch: Batch, prefix_lens: tuple[int, ...], cached: Tensor) -> Batch:
+    """The batch with other prefix lengths: ``prefix_lens`` on the host, ``cached`` int32 ``[R]`` on the device."""
+    return replace(
+        batch,
+        prefix_lens=prefix_lens,
+        kv_lens=tuple(p + n for p, n in zip(prefix_lens, batch.new_lens, strict=True)),
+        seq_lens=cached if batch.forward_mode.seq_lens_is_prefix else cached + batch.cu_seqlens_q.diff(),
+    )
+
+
+def _cached(batch: Batch) -> Tensor:
+    """int32 ``[R]`` on the device: the batch's prefix lengths."""
+    return batch.seq_lens if batch.forward_mode.seq_lens_is_prefix else batch.seq_lens - batch.cu_seqlens_q.diff()
+
+
 def _longer(by: int) -> Callable[[Batch, Context], Batch]:
     """Every cached prefix one token longer or shorter than it is; a request without prefix stays as it is."""
 
     def tamper(batch: Batch, context: Context) -> Batch:
-        shift = tuple(by if prefix else 0 for prefix in batch.prefix_lens)
-        return replace(
-            batch,
-            prefix_lens=tuple(n + s for n, s in zip(batch.prefix_lens, shift, strict=True)),
-            kv_lens=tuple(n + s for n, s in zip(batch.kv_lens, shift, strict=True)),
-            seq_lens=batch.seq_lens + torch.tensor(shift, dtype=batch.seq_lens.dtype, device=batch.seq_lens.device),
-        )
+        cached = _cached(batch)
+        return _announced(batch, tuple(n + by if n else 0 for n in batch.prefix_lens), cached + by * (cached > 0).int())
 
     return tamper
 
@@ -116,22 +132,14 @@ def _neighbour(batch: Batch, context: Context) -> Batch:
     )
 
 
-def _announced(batch: Batch, prefix: tuple[int, ...]) -> Batch:
-    """The batch with other prefix lengths, on the host and on the device."""
-    totals = tuple(p + n for p, n in zip(prefix, batch.new_lens, strict=True))
-    lens = prefix if batch.forward_mode.seq_lens_is_prefix else totals
-    seq_lens = torch.tensor(lens, dtype=batch.seq_lens.dtype, device=batch.seq_lens.device)
-    return replace(batch, prefix_lens=prefix, kv_lens=totals, seq_lens=seq_lens)
-
-
 def _stale_state(batch: Batch, context: Context) -> Batch:
     """Requests without a prefix are announced with one, so their slot's old state counts."""
-    return _announced(batch, tuple(n or 1 for n in batch.prefix_lens))
+    return _announced(batch, tuple(n or 1 for n in batch.prefix_lens), _cached(batch).clamp(min=1))
 
 
 def _lost_state(batch: Batch, context: Context) -> Batch:
     """Requests with a prefix are announced without one, so their state is dropped."""
-    return _announced(batch, (0,) * len(batch.prefix_lens))
+    return _announced(batch, (0,) * len(batch.prefix_lens), _cached(batch) * 0)
 
 
 def _moved_boundary(batch: Batch, context: Context) -> Batch:
@@ -169,10 +177,7 @@ def _chain(batch: Batch, context: Context) -> Batch:
     if batch.drafts is None:
         return batch
     seen = batch.drafts.ancestors
-    start, rows = 0, []
-    for new in batch.new_lens:
-        rows.append(torch.ones(new, seen.shape[1], dtype=torch.bool, device=seen.device).tril())
-        start += new
+    rows = [torch.ones(new, seen.shape[1], dtype=torch.bool, device=seen.device).tril() for new in batch.new_lens]
     trees = tuple(tuple(range(-1, new - 1)) for new in batch.new_lens)
     return replace(batch, drafts=replace(batch.drafts, trees=trees, ancestors=torch.cat(rows)))
 

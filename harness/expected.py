@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
+from attnmatrix.harness.decay_rounding import chunked_decay
 from attnmatrix.harness.draws import StepData
 from attnmatrix.harness.history import History
-from attnmatrix.harness.rounding import TF32_PRODUCTS, chunked_decay, softmax_rounded
+from attnmatrix.harness.rounding import TF32_PRODUCTS
 from attnmatrix.harness.runners.recorder import AttentionCall
+from attnmatrix.harness.softmax_rounding import softmax_rounded
 from attnmatrix.harness.world import World
 from attnmatrix.references.decayed_state import DecayedStateResult, decayed_state_attention, decayed_state_sizes
 from attnmatrix.references.softmax import softmax_attention
@@ -35,16 +37,18 @@ class Quantity:
     absolute: bool = False
 
 
-def expected_quantities(world: World, step: StepData, call: AttentionCall) -> dict[str, Quantity]:
-    """``out`` and ``lse`` for softmax; ``out``, ``state`` or, in target_verify, ``intermediate``, and ``snapshot`` for linear kinds.
+def expected_quantities(world: World, index: int, call: AttentionCall) -> dict[str, Quantity]:
+    """Of step ``index``: ``out`` and ``lse`` for softmax; ``out``, ``state`` or, in target_verify, ``intermediate``, and ``snapshot`` for
+    linear kinds.
 
     A story's steps are to be asked for in order: each goes on from the one before.
     """
+    step = world.steps[index]
     place = judging_device(step.case, world.device)
     q, k, v = (tensor.to(place) for tensor in (call.q, call.k, call.v))
     if world.case.kind is AttentionKind.SOFTMAX:
         return _softmax(world, step, call.layer, q, k, v, place)
-    return _lightning(world, step, call, q, k, v, place)
+    return _lightning(world, index, call, q, k, v, place)
 
 
 def judging_device(case: Case, device: torch.device) -> torch.device:
@@ -85,20 +89,19 @@ def _softmax(world: World, step: StepData, layer: int, q: Tensor, new_k: Tensor,
         base_lses.append(lse)
     conditioning, lse = torch.cat(conds), torch.cat(lses)
     dots = math.sqrt(case.heads.dim)  # as for decayed states: a score's error is the LSE's, and no softmax divides it out
-    sizes = conditioning * dots + torch.nan_to_num(lse.abs(), posinf=0.0)
+    cap = case.soft_cap or 0.0  # not a sum: it does not grow with the head dim
+    sizes = (conditioning - cap).clamp(min=0.0) * dots + cap + torch.nan_to_num(lse.abs(), posinf=0.0)
     return {
         "out": Quantity(("token", "head"), torch.cat(outs), torch.cat(base_outs), conditioning),
         "lse": Quantity(("token", "head"), lse[..., None], torch.cat(base_lses)[..., None], sizes, absolute=True),
     }
 
 
-def _lightning(
-    world: World, step: StepData, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, place: torch.device
-) -> dict[str, Quantity]:
-    case, context, layer = step.case, world.context, call.layer
+def _lightning(world: World, index: int, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, place: torch.device) -> dict[str, Quantity]:
+    step, context, layer = world.steps[index], world.context, call.layer
+    case = step.case
     assert context.slopes is not None
     assert context.states is not None
-    index = next(number for number, one in enumerate(world.steps) if one is step)
     held = context.states.dtype
     initial = torch.stack([prefix.states[layer].to(place) for prefix in step.prefixes])
     history = world.histories.before(index, layer, step.follows, initial)

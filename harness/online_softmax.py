@@ -58,7 +58,8 @@ def rounded_and_split(
         split_peak, split_total, split_out = _run(score[..., part], values[part], page_size, dtype, how, exact=False)
         lse = rounded(split_peak + rounded(torch.log(split_total)))
         top = torch.maximum(peak, lse)
-        fade, share = rounded(torch.exp(rounded(peak - top))), rounded(torch.exp(rounded(lse - top)))
+        anchor = torch.where(torch.isfinite(top), top, 0.0)
+        fade, share = rounded(torch.exp(rounded(peak - anchor))), rounded(torch.exp(rounded(lse - anchor)))
         out = rounded(rounded(out * fade[..., None]) + rounded(share[..., None] * rounded(_divided(split_out, split_total))))
         total = rounded(rounded(total * fade) + share)
         peak = top

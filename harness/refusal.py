@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import importlib.metadata
+import inspect
 import re
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,8 @@ def why_not_a_refusal(error: BaseException, claim: Blocked, row: Row) -> str | N
 
 _COMPILED = (".cu", ".cuh", ".cc", ".cpp", ".h", ".hpp", ".pxi", ".pyx")
 """Files of compiled code: apache-tvm-ffi appends its C++ frames to a traceback, Cython its own."""
+_CANNOT_RAISE = ("RESUME", "LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT", "RETURN_VALUE")
+"""Instructions that a frame made for a traceback is at: one of the first two of ``PyCode_NewEmpty``'s code, or the last of an expression."""
 
 
 def _innermost(traceback: TracebackType | None) -> TracebackType | None:
@@ -61,10 +64,15 @@ def _checked(error: BaseException) -> bool:
 
 
 def _is_compiled(frame: TracebackType) -> bool:
-    """A frame that only names a place in compiled code: nothing can be raised in it."""
+    """A frame that only names a place in compiled code, for nothing was raised in it: it is at no instruction that can raise.
+
+    Cython's never ran: their code is ``PyCode_NewEmpty``'s, which would raise an AssertionError if it did. Those of apache-tvm-ffi
+    returned long ago. A generator that an exception is thrown into may look the same and is neither.
+    """
     code = frame.tb_frame.f_code
     named = Path(code.co_filename).suffix in _COMPILED or code.co_filename == "<unknown>"
-    return named and not any(instruction.opname.startswith("RAISE") for instruction in dis.get_instructions(code))
+    thrown_into = code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR)
+    return named and not thrown_into and (frame.tb_lasti < 0 or _instruction(frame) in _CANNOT_RAISE)
 
 
 def _is_check_helper(frame: TracebackType) -> bool:
@@ -74,8 +82,12 @@ def _is_check_helper(frame: TracebackType) -> bool:
 
 def _is_call(frame: TracebackType) -> bool:
     """Whether the frame was calling something that has no Python frame."""
-    instructions = {i.offset: i.opname for i in dis.get_instructions(frame.tb_frame.f_code)}
-    return instructions.get(frame.tb_lasti, "").startswith("CALL")
+    return _instruction(frame).startswith("CALL")
+
+
+def _instruction(frame: TracebackType) -> str:
+    """Name of the instruction that a frame is at, empty when there is none."""
+    return next((i.opname for i in dis.get_instructions(frame.tb_frame.f_code) if i.offset == frame.tb_lasti), "")
 
 
 def _belongs(file: Path, distribution: str) -> bool:

@@ -1,9 +1,11 @@
 """The CPU tape: what a CUDA graph does to a backend, without a GPU.
 
 During capture every dispatched operator and every interpreted Triton launch is recorded with its arguments; a replay runs
-them again on the same storages. Everything computed in Python at capture is therefore frozen, and reading a tensor on the
-host is refused as CUDA refuses it. Not seen: work that reaches memory past both the dispatcher and Triton (ctypes, numpy
-views made before capture), and copies from unpinned host memory, which look like any other copy on a CPU.
+them again on the same storages. Everything computed in Python at capture is therefore frozen. Reading a tensor on the host is
+refused as CUDA refuses it, and so is making one of host data, which CUDA would have to copy from unpinned memory; a list or an
+array without a device is taken for one that is meant for the GPU. Not seen: work that reaches memory past both the dispatcher
+and Triton (ctypes, numpy views made before capture, ``torch.frombuffer``), and copies of host tensors that were made before the
+capture, which look like any other copy on a CPU.
 """
 
 from __future__ import annotations
@@ -152,24 +154,29 @@ class _RecordOperators(TorchDispatchMode):
             return func(*args, **kwargs)
         if _data_dependent(func, args, kwargs):
             raise CaptureError(f"{func} reads a tensor's values on the host, which a graph cannot capture")
+        if func is torch.ops.aten.lift_fresh.default and args[0].dim() and args[0].numel():  # a host number may stay on the host
+            raise CaptureError(f"a new tensor {tuple(args[0].shape)} copies host data to the device, which a graph cannot capture")
         body = _python_body(func)
         if body is not None:
-            with self, _RefuseHostReads(self._tape):  # neither is in force while torch handles the operator
+            with self, _RefuseHostReads(self._tape, eager=_stands_in(func)):  # neither is in force while torch handles the operator
                 return body(*args, **kwargs)
         return self._tape.operator(func, args, kwargs)
 
 
 class _RefuseHostReads(TorchFunctionMode):
-    """Refuses the reads that never reach the dispatcher."""
+    """Refuses the reads and copies that never reach the dispatcher; ``eager`` allows tensors of one number, which compiled code
+    has as constants."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, eager: bool = False) -> None:
         super().__init__()
-        self._tape = tape
+        self._tape, self._eager = tape, eager
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if self._tape.listening and _reads_on_host(func, args, kwargs):
             raise CaptureError(f"{getattr(func, '__name__', func)} reads a tensor's values on the host, which a graph cannot capture")
+        if self._tape.listening and not self._eager and _copies_a_number(func, args, kwargs):
+            raise CaptureError(f"{func.__name__} copies host data to the device, which a graph cannot capture")
         return func(*args, **kwargs)
 
 
@@ -177,9 +184,21 @@ def _reads_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if func is torch.Tensor.to:
         return "cpu" in (*(arg for arg in args[1:] if isinstance(arg, str)), kwargs.get("device"))
     if func in _FROM_HOST_DATA:
-        data = kwargs.get("data", args[1:2] if func is torch.Tensor.new_tensor else args[:1])
-        return any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)) and not isinstance(args[0] if args else data, Tensor)
+        data = _data(func, args, kwargs)
+        return not isinstance(data, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(data))
     return func in _HOST_READS
+
+
+def _copies_a_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a number of the host is to become a tensor on a device; without a device it stays on the host."""
+    placed = func is torch.Tensor.new_tensor or kwargs.get("device") is not None
+    return func in _FROM_HOST_DATA and placed and not isinstance(_data(func, args, kwargs), (Tensor, list, tuple))
+
+
+def _data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function of ``_FROM_HOST_DATA`` is given, whether by place or by name."""
+    given = args[1:] if func is torch.Tensor.new_tensor else args
+    return given[0] if given else kwargs.get("data", kwargs.get("obj"))
 
 
 def _data_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -200,10 +219,15 @@ def _indexes_by_mask(indices: Any) -> bool:
     return any(index is not None and index.dtype in _MASKS for index in indices)
 
 
+def _stands_in(func: Any) -> bool:
+    """Whether the Python body runs on a CPU only, in place of code that is compiled for a GPU."""
+    return isinstance(func, torch._ops.HigherOrderOperator)
+
+
 def _python_body(func: Any) -> Callable[..., Any] | None:
     """The Python function behind FlexAttention or an operator made with ``torch.library.custom_op``: its insides are captured,
     not itself, for the Python in it does not run again at replay."""
-    if isinstance(func, torch._ops.HigherOrderOperator):
+    if _stands_in(func):
         return func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
     definitions = getattr(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
     definition = definitions.get(func.name().split(".")[0]) if isinstance(func, torch._ops.OpOverload) else None

@@ -42,7 +42,7 @@ def judge_step(world: World, run: StepRun, guards: Guards) -> StepVerdict:
     if layers != list(range(world.context.num_layers)):
         problems.append(f"attention ran for layers {layers}, expected each of {world.context.num_layers} once")
     for call in run.calls if step.case.batch_size else ():
-        quantities = expected_quantities(world, step, call)
+        quantities = expected_quantities(world, run.index, call)
         for name, quantity in quantities.items():
             actual = _actual(world, step, call, name, quantity)
             if actual is not None:

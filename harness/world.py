@@ -39,26 +39,26 @@ class World:
             raise ValueError(f"runner mode {mode.value} does not drive {case.forward.value} batches")
         self.case, self.mode, self.probe, self.conventions, self.device = case, mode, probe, conventions, device
         self.schedule: Schedule = plan or schedule(case, mode, probe.recycled)
-        self.requests = self.schedule.requests
+        numbered = self.schedule.requests
         owners = self.schedule.owners
         self.pool_plan: PoolPlan = plan_pool(owners)
         self.dtype = TORCH_DTYPES[case.dtype]
         seed = case.data_seed ^ probe.salt
         self.generator = torch.Generator().manual_seed(seed)
-        self.num_requests = max((requests.stop for requests in self.requests), default=0)
+        self.num_requests = max((requests.stop for requests in numbered), default=0)
         self.req_rows = spread(self.num_requests, seed)
-        tracked = [r for requests, batch in zip(self.requests, self.schedule.batches, strict=True) for r in _tracked(requests, batch)]
+        tracked = [r for requests, batch in zip(numbered, self.schedule.batches, strict=True) for r in _tracked(requests, batch)]
         slots = spread(self.num_requests + len(tracked), seed ^ 0x57A7E)  # another order: a row is no slot
         self.state_slots, self.track_slots = slots[: self.num_requests], dict(zip(tracked, slots[self.num_requests :], strict=True))
-        for requests, step in zip(self.requests, self.schedule.steps, strict=True):
+        for requests, step in zip(numbered, self.schedule.steps, strict=True):
             if step.follows == "resume":
-                self.state_slots[requests.start : requests.stop] = [self.track_slots[first] for first in self.requests[0]]
+                self.state_slots[requests.start : requests.stop] = [self.track_slots[first] for first in numbered[0]]
         self.histories = Histories()
         lens = [n for batch in owners for n in batch.kv_lens]
         table = token_table(self.pool_plan, self.req_rows, lens, probe.poison, seed).to(device)
         self._rows_of_requests = table[self.req_rows]  # what each request's row says while it is the request's
         self.req_to_token = table
-        for before, requests, step in zip(self.requests, self.requests[1:], self.schedule.steps[1:], strict=False):
+        for before, requests, step in zip(numbered, numbered[1:], self.schedule.steps[1:], strict=False):
             if step.follows == "recycled_rows":
                 self.req_rows[requests.start : requests.stop] = self.req_rows[before.start : before.stop]
         self.entered = -1

@@ -20,7 +20,12 @@ _APART = (
     *("adapted_modes", "backend", "choose", "coverage", "hybrid", "lazy", "registry", "row_suite"),  # say what is run, not how it is judged
     *("diagnose", "forced", "locate", "matching"),  # explain a verdict that stands
     *("draft_masks", "wheel_modules"),  # count for the rows that name them among their sources
-    *("online_softmax", "rounding"),  # count for the rows that name a rounding step: see run.cell_fingerprint
+    *(
+        "rounding",
+        "softmax_rounding",
+        "online_softmax",
+        "decay_rounding",
+    ),  # count for the rows that name a rounding step: see run.cell_fingerprint
 )
 _RUNNERS = {
     RunnerMode.EAGER: ("eager",),

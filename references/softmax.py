@@ -12,8 +12,10 @@ from torch import Tensor
 class SoftmaxResult:
     """``out`` ``[new, Hq, Dv]``, ``lse`` ``[new, Hq]`` in nats, ``conditioning`` ``[new, Hq]``.
 
-    The conditioning of a row is the largest ``sum_d |q_d k_d| * scale`` (plus ALiBi's ``|bias|``) over the keys it sees: the
-    error of a score computed in floating point is proportional to it (Higham 2002, section 3.1), not to the score itself.
+    The conditioning of a row is the largest ``sum_d |q_d k_d| * scale`` (plus the soft cap, plus ALiBi's ``|bias|``) over the keys
+    it sees: the error of a score computed in floating point is proportional to it (Higham 2002, section 3.1), not to the score
+    itself. The soft cap counts in full because kernels take ``tanh(x)`` from the exponential function, as ``2 / (1 + exp(-2x)) - 1``:
+    the difference of two numbers up to 2 has an absolute error of a unit roundoff however small it is, which the cap multiplies.
     A row that sees no key has ``out`` 0, ``lse`` -inf (the sink's logit when there is one) and ``conditioning`` 0.
     """
 
@@ -49,7 +51,7 @@ def softmax_attention(
     score = torch.einsum("nhd,khd->nhk", qd, kd.repeat_interleave(group, dim=1)) * scale
     size = torch.einsum("nhd,khd->nhk", qd.abs(), kd.abs().repeat_interleave(group, dim=1)) * abs(scale)
     if soft_cap is not None:
-        score = soft_cap * torch.tanh(score / soft_cap)
+        score, size = soft_cap * torch.tanh(score / soft_cap), size + soft_cap
     if alibi_slopes is not None:
         assert query_positions is not None and key_positions is not None, "ALiBi needs positions"
         distance = (key_positions[None, :] - query_positions[:, None]).to(torch.float64)

@@ -40,7 +40,7 @@ def fixed_rule_rejects(row: Row, mode: RunnerMode, case: Case, device: torch.dev
     tolerance = TOLERANCE_GRAPH_OR_VERIFY if mode is not RunnerMode.EAGER else TOLERANCE
     for run in RUNNERS[mode](world, row.create(world.context)):
         for call in run.calls:
-            right = expected_quantities(world, world.steps[run.index], call)["out"].reference
+            right = expected_quantities(world, run.index, call)["out"].reference
             if not torch.allclose(call.out.double(), right.double(), rtol=tolerance, atol=tolerance):
                 worst = float((call.out.double() - right.double()).abs().max())
                 return f"layer {call.layer}: outputs differ by up to {worst:.3g}"

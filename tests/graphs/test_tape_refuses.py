@@ -1,4 +1,4 @@
-"""The tape refuses what a CUDA graph cannot capture: values read on the host, shapes that depend on values."""
+"""The tape refuses what a CUDA graph cannot capture: values read on the host, shapes that depend on values, copies of host data."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from attnmatrix.harness.tape import CaptureError, Tape
 X = torch.arange(3)
 ONE = torch.tensor(1)
 MASK = torch.tensor([True, False, True])
+INDEX = torch.tensor([0, 2])
+ARRAY = np.arange(3)
 
 READS: dict[str, Callable[[], Any]] = {
     "tolist": X.tolist,
@@ -65,17 +67,53 @@ def test_a_host_read_is_refused_and_named(read: Callable[[], Any]) -> None:
     read()  # and after it was refused
 
 
+COPIES: dict[str, Callable[[], Any]] = {
+    "torch.tensor": lambda: torch.tensor([1, 2, 3], device=X.device),
+    "torch.tensor, device later": lambda: torch.tensor([1, 2, 3]) + X,
+    "torch.tensor of a number": lambda: torch.tensor(3, device=X.device),
+    "torch.as_tensor": lambda: torch.as_tensor([1, 2, 3], device=X.device),
+    "torch.as_tensor of a number": lambda: torch.as_tensor(3, device=X.device),
+    "torch.as_tensor of an array": lambda: torch.as_tensor(ARRAY),
+    "torch.asarray": lambda: torch.asarray([1, 2, 3]),
+    "torch.asarray of a number, by name": lambda: torch.asarray(obj=3, device=X.device),
+    "torch.from_numpy": lambda: torch.from_numpy(ARRAY),
+    "new_tensor": lambda: X.new_tensor([1, 2, 3]),
+    "new_tensor of a number": lambda: X.new_tensor(3),
+    "torch.LongTensor": lambda: torch.LongTensor([1, 2, 3]),
+    "index by a list": lambda: X[[0, 2]],
+    "index by a host tensor": lambda: X[torch.tensor([0, 2])],
+    "index by an array": lambda: X[ARRAY],
+    "assignment by a list": lambda: X.clone().__setitem__([0, 2], 7),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_a_copy_of_host_data_is_refused_and_named(copy: Callable[[], Any]) -> None:
+    copy()  # legal outside a capture
+    with pytest.raises(CaptureError, match="copies host data to the device"), capturing(Tape()):
+        copy()
+
+
 ALLOWED: dict[str, Callable[[], Any]] = {
     "shape": lambda: X.shape[0] + X.numel() + len(X) + X.stride(0),
     "dtype and device": lambda: (X.dtype, X.device, X.is_contiguous(), X.data_ptr()),
     "to(dtype)": lambda: X.to(torch.float32),
     "to(device)": lambda: X.to(X.device),
-    "integer index": lambda: X[torch.tensor([0, 2])],
+    "integer index": lambda: X[INDEX],
     "torch.where": lambda: torch.where(MASK, X, 0),
     "masked fill by index": lambda: X.clone().__setitem__(MASK, 7),
-    "repeat_interleave with its size": lambda: torch.repeat_interleave(torch.tensor([1, 2]), output_size=3),
+    "repeat_interleave with its size": lambda: torch.repeat_interleave(X, output_size=3),
     "repeat_interleave by a number": lambda: X.repeat_interleave(2),
-    "new constant": lambda: torch.tensor([1, 2, 3]) + X,
+    "a host number": lambda: torch.tensor(3) + X,
+    "a number put in": lambda: X.clone().__setitem__(0, 7),
+    "numbers put in": lambda: X.clone().__setitem__(slice(0, 2), 7),
+    "numbers put in by index": lambda: X.clone().__setitem__(INDEX, 7),
+    "no host data": lambda: torch.tensor([], device=X.device),
+    "torch.full": lambda: torch.full((3,), 2, device=X.device) + torch.scalar_tensor(2, device=X.device),
+    "torch.where of numbers": lambda: torch.where(MASK, 1.0, 0.0),
+    "torch.arange and eye": lambda: torch.arange(3, device=X.device) + torch.eye(3, device=X.device),
+    "torch.as_tensor of a tensor": lambda: torch.as_tensor(X, device=X.device),
+    "torch.asarray of a tensor": lambda: torch.asarray(X, device=X.device),
 }
 
 

@@ -15,6 +15,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backends.flex import Flex
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.capabilities import Conventions
+from attnmatrix.harness.controls import CONTROLS
 from attnmatrix.harness.measure import absolute_error
 from attnmatrix.harness.probes import PROBES
 from attnmatrix.harness.registry import Row, find_row
@@ -80,6 +81,15 @@ def test_a_wrong_lse_beside_a_right_output_is_red(mode: RunnerMode, case_id: str
     assert found.error is None
     wrong = {m.quantity for verdict in found.verdicts for m in verdict.measurements if float(m.ratio.max()) > 1}
     assert wrong == {"lse"}
+
+
+@pytest.mark.parametrize("control_id", ["wrong-page", "one-long", "wrong-scale", "no-sinks"])
+def test_a_control_is_rejected_by_the_lse_too(control_id: str) -> None:
+    control = next(control for control in CONTROLS if control.id == control_id)
+    mode, case_id = CELLS[0]
+    found = run_trial(find_row("flex", AttentionKind.SOFTMAX), mode, parse_case(case_id), CPU, NEEDLE, control)
+    assert found.error is None
+    assert "lse" in {m.quantity for verdict in found.verdicts for m in verdict.measurements if float(m.ratio.max()) > 1}
 
 
 def test_the_declared_base_is_translated() -> None:

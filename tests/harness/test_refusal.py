@@ -51,6 +51,17 @@ def in_cpp():
     import sys, types
     frame = eval(compile("getframe()", "src/kernel.cu", "eval"), {{"getframe": sys._getframe}})
     raise ValueError("{MESSAGE}").with_traceback(types.TracebackType(None, frame, frame.f_lasti, 1))
+
+def in_cython():
+    """What Cython's ``__Pyx_AddTraceback`` does: an empty code object, a frame that never runs."""
+    import ctypes, types
+    from ctypes import c_char_p, c_int, c_void_p, py_object
+    api = ctypes.pythonapi
+    new_code = ctypes.PYFUNCTYPE(py_object, c_char_p, c_char_p, c_int)(("PyCode_NewEmpty", api))
+    new_frame = ctypes.PYFUNCTYPE(py_object, c_void_p, py_object, py_object, c_void_p)(("PyFrame_New", api))
+    state = ctypes.PYFUNCTYPE(c_void_p)(("PyThreadState_Get", api))()
+    frame = new_frame(state, new_code(b"python/ffi/cython/function.pxi", b"__call__", 906), {{}}, None)
+    raise ValueError("{MESSAGE}").with_traceback(types.TracebackType(None, frame, frame.f_lasti, 906))
 '''
 
 ROW = f'''
@@ -85,6 +96,9 @@ def other_text():
 def refuse_in_cpp():
     fake_attention.in_cpp()
 
+def refuse_in_cython():
+    fake_attention.in_cython()
+
 def refuse_in_compiled_code():
     int("{MESSAGE}", 10)
 
@@ -99,6 +113,24 @@ def raise_in_exec():
 
 def raise_in_exec_named_like_cpp():
     exec(compile("raise ValueError('{MESSAGE}')", "src/kernel.cu", "exec"))
+
+def raise_in_exec_named_like_cython():
+    exec(compile("raise ValueError('{MESSAGE}')", "function.pxi", "exec"))
+
+def raise_without_a_raise_named_like_cython():
+    eval(compile("thrown.throw(ValueError('{MESSAGE}'))", "function.pxi", "eval"), {{"thrown": (_ for _ in ())}})
+
+def raise_in_a_generator_named_like_cython():
+    space = {{}}
+    exec(compile("def waiting():\\n    yield\\n", "function.pxi", "exec"), space)
+    space["waiting"]().throw(ValueError("{MESSAGE}"))
+
+def raise_in_a_started_generator_named_like_cython():
+    space = {{}}
+    exec(compile("def waiting():\\n    yield\\n", "function.pxi", "exec"), space)
+    started = space["waiting"]()
+    next(started)
+    started.throw(ValueError("{MESSAGE}"))
 
 def raise_after_the_package_refused():
     try:
@@ -176,7 +208,9 @@ def problem_of(function: Callable[[], None], row_file: ModuleType, claim: Blocke
     return why_not_a_refusal(caught.value, claim, row)
 
 
-@pytest.mark.parametrize("name", ["refuse", "refuse_in_a_single_module", "refuse_and_reraise", "subclass", "refuse_in_cpp"])
+@pytest.mark.parametrize(
+    "name", ["refuse", "refuse_in_a_single_module", "refuse_and_reraise", "subclass", "refuse_in_cpp", "refuse_in_cython"]
+)
 def test_the_packages_exception_is_a_refusal(name: str, row_file: ModuleType) -> None:
     assert problem_of(getattr(row_file, name), row_file) is None
 

@@ -129,8 +129,8 @@ def test_snapshots_start_from_slots_that_hold_54321() -> None:
     world = World(parse_case(TRACKED), RunnerMode.EAGER, PEAKED, ROW.conventions, CPU)
     states = world.context.states
     assert states is not None
-    first = [world.state_slots[request] for request in world.requests[0]]
+    first = [world.state_slots[request] for request in world.schedule.requests[0]]
     others = [slot for slot in range(states.num_slots) if slot not in first]
     assert set(world.track_slots.values()) < set(others)
     assert bool((states.state(0)[others] == UNTOUCHED).all())
-    assert [world.state_slots[request] for request in world.requests[1]] == list(world.track_slots.values())
+    assert [world.state_slots[request] for request in world.schedule.requests[1]] == list(world.track_slots.values())

@@ -76,7 +76,18 @@ def test_soft_cap_by_hand() -> None:
     result = softmax_attention(q, k, v, torch.ones(1, 2, dtype=torch.bool), 1.0, soft_cap=2.0)
     high, low = 2 * math.tanh(2.0), 2 * math.tanh(-1.0)
     assert result.out.item() == pytest.approx(1 / (1 + math.exp(low - high)), abs=1e-14)
-    assert result.conditioning.item() == 4.0
+    assert result.conditioning.item() == 4.0 + 2.0
+
+
+def test_tanh_from_an_exponential_in_float32_errs_by_the_cap_and_within_the_conditioning() -> None:
+    """Small scores under a cap of 50: the error stays what the cap makes it, far above what the score alone would explain."""
+    q, k = (torch.randn(64, 1, 16, generator=torch.Generator().manual_seed(seed)) * 0.05 for seed in (0, 1))
+    seen = torch.eye(64, dtype=torch.bool)  # the LSE of one key is its score
+    right = softmax_attention(q, k, k, seen, 0.25, soft_cap=50.0)
+    x = torch.einsum("nhd,nhd->nh", q, k) * 0.25 / 50.0
+    error = float((50.0 * (2.0 / (1.0 + torch.exp(-2.0 * x)) - 1.0) - right.lse).abs().max())
+    assert 1e-6 < error < 2.0**-24 * 3 * float(right.conditioning.min())
+    assert error > 2.0**-24 * 100 * float(right.lse.abs().max())
 
 
 def test_alibi_by_hand() -> None:

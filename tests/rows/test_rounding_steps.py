@@ -13,6 +13,8 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.baseline import softmax_baseline
 from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.cell import run_cell
+from attnmatrix.harness.decay_rounding import chunked_decay
+from attnmatrix.harness.measure import FACTOR, absolute_error, limits
 from attnmatrix.harness.registry import Row, find_row
 from attnmatrix.harness.rounding import (
     ELEMENT_PRODUCTS,
@@ -23,9 +25,8 @@ from attnmatrix.harness.rounding import (
     TF32_PRODUCTS,
     WEIGHTS_ADDED,
     WEIGHTS_ROUNDED,
-    chunked_decay,
-    softmax_rounded,
 )
+from attnmatrix.harness.softmax_rounding import softmax_rounded
 from attnmatrix.references.decayed_state import decayed_state_attention
 
 NEEDED = (
@@ -92,6 +93,55 @@ def test_sums_of_rounded_weights_in_float32_are_the_textbook_and_in_bf16_move_th
         out, lse = softmax_rounded([WEIGHTS_ROUNDED])(q, k, v, mask, 0.2, page_size=16, longest=70, sinks=sinks)
         assert low <= float((lse - right).abs().max()) < high
         assert (out.float() - exact).norm() / exact.norm() < 1e-2
+
+
+def split_lse(q: torch.Tensor, k: torch.Tensor, scale: float, splits: int) -> torch.Tensor:
+    """A right kernel's LSE: the weights of each split rounded relative to its own largest, the splits merged in float32."""
+    lses = []
+    for part in k.chunk(splits):
+        score = torch.einsum("nhd,khd->nhk", q.float(), part.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)) * scale
+        peak = score.amax(dim=-1, keepdim=True)
+        lses.append((peak + torch.exp(score - peak).to(q.dtype).float().sum(dim=-1, keepdim=True).log()).squeeze(-1))
+    return torch.logsumexp(torch.stack(lses), dim=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_lse_of_rounded_weights_is_judged_by_what_roundings_do_not_by_one_draw(dtype: torch.dtype) -> None:
+    """Other splits round otherwise: all their rows pass. A key left out shows, and no limit passes three roundings of the largest weight."""
+    q, k, v, _ = inputs(dtype, new=400, kv=64)
+    mask = torch.ones(400, 64, dtype=torch.bool)
+    exact = torch.logsumexp(torch.einsum("nhd,khd->nhk", q.double(), k.double().repeat_interleave(2, dim=1)) * 0.2, dim=-1)[..., None]
+    lse = softmax_rounded([WEIGHTS_ROUNDED])(q, k, v, mask, 0.2, page_size=16, longest=64)[1]
+    limit = limits(absolute_error(lse[..., None], exact).flatten(), torch.zeros(1600))
+    for splits in (2, 4, 8):
+        error = absolute_error(split_lse(q, k, 0.2, splits)[..., None], exact).flatten()
+        assert float((error / limit).max()) <= 1, splits
+    short = absolute_error(split_lse(q, k[1:], 0.2, 1)[..., None], exact).flatten()
+    assert float((short > limit).float().mean()) > 0.5
+    assert float(limit.max()) < FACTOR * torch.finfo(dtype).eps / 2
+
+
+def test_a_single_key_rounds_no_weight() -> None:
+    q, k, v, _ = inputs(torch.bfloat16, kv=1)
+    _, lse = softmax_rounded([WEIGHTS_ROUNDED])(q, k, v, torch.ones(5, 1, dtype=torch.bool), 0.2, page_size=16, longest=1)
+    _, right = softmax_baseline(q, k, v, torch.ones(5, 1, dtype=torch.bool), 0.2)
+    assert torch.equal(lse, right)
+
+
+EVERY = (
+    [], [ROUNDED_AFTER_USE], [ROUNDED_AND_SPLIT], [ROUNDED_AND_SPLIT, WEIGHTS_ADDED], [TF32_PRODUCTS], [WEIGHTS_ROUNDED],
+    [WEIGHTS_ROUNDED, TF32_PRODUCTS], [ELEMENT_PRODUCTS], [SINK_RESCALE],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", EVERY, ids=lambda steps: "+".join(steps) or "none")
+@pytest.mark.parametrize(("new", "kv"), [(0, 0), (0, 3), (2, 0), (2, 3)])
+def test_requests_without_a_token_or_a_key_and_rows_that_see_none(steps: list[str], new: int, kv: int) -> None:
+    q, k, v = torch.randn(new, 2, 32).bfloat16(), torch.randn(kv, 2, 32).bfloat16(), torch.randn(kv, 2, 32).bfloat16()
+    out, lse = softmax_rounded(steps)(q, k, v, torch.zeros(new, kv, dtype=torch.bool), 0.2, page_size=16, longest=40)
+    assert (tuple(out.shape), tuple(lse.shape)) == ((new, 2, 32), (new, 2))
+    assert not out.any()
+    assert (lse == float("-inf")).all()
 
 
 def test_cut_products_stray_as_far_as_tf32_and_keep_sinks() -> None:
