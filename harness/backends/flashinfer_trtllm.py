@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
-from attnmatrix.harness.backends import flashinfer as wrappers_file
 from attnmatrix.harness.backends import flashinfer_lists as lists_file
-from attnmatrix.harness.backends.flashinfer import PACKAGE, workspace
+from attnmatrix.harness.backends import flashinfer_wrappers as wrappers_file
 from attnmatrix.harness.backends.flashinfer_lists import kernel_window
+from attnmatrix.harness.backends.flashinfer_wrappers import PACKAGE, workspace
 from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Conventions, NotApplicable
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register

@@ -18,9 +18,9 @@ import torch
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.harness.backends.flashinfer import FlashInfer
 from attnmatrix.harness.backends.flashinfer_lists import lacks_parameter, method_parameters
 from attnmatrix.harness.backends.flashinfer_trtllm import Trtllm, draft_mask
+from attnmatrix.harness.backends.flashinfer_wrappers import FlashInfer
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.capabilities import Blocked, NotApplicable, Supported
 from attnmatrix.harness.cell import CellResult, run_cell
