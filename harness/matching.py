@@ -120,30 +120,41 @@ class Search:
     def fails(self, fault: Fault) -> bool:
         """Whether the judgement rejects the fault here, and for the same reason: a fault whose results are within the limits of the
         reference, however wrong its metadata or its writes are, does not explain a result that is not."""
-        passed, _, wrong = _faulty_trial(fault, self.conventions(fault), self.mode, self.case, self.device, self.trial.probe)
+        theirs = self._faulty_trial(fault)
         mine = wrong_quantities(self.trial)
-        return bool(wrong & mine) if mine else not passed
+        if mine == {"lse"}:
+            return self._same_lse(theirs)
+        return bool(wrong_quantities(theirs) & mine) if mine else not theirs.passed
+
+    def _same_lse(self, theirs: Trial) -> bool:
+        """Whether a fault's LSE is off by what the failing row's is off by; outputs do not tell an LSE from another."""
+        found = {(m.quantity, m.step, m.layer): m for verdict in theirs.verdicts for m in verdict.measurements if m.quantity == "lse"}
+        mine = {key: measured for key, measured in self.limits.items() if measured.quantity == "lse"}
+        return found.keys() == mine.keys() and all(
+            bool(((found[key].error - measured.error).abs() <= SLACK * measured.limit).all()) for key, measured in mine.items()
+        )
+
+    def _faulty_trial(self, fault: Fault) -> Trial:
+        return _faulty_trial(fault, self.conventions(fault), self.mode, self.case, self.device, self.trial.probe)
 
     def same_guards(self, fault: Fault) -> int:
         """0: the guards say the same of both, 1: the same kinds of things, 2: something else."""
-        theirs = _faulty_trial(fault, self.conventions(fault), self.mode, self.case, self.device, self.trial.probe)[1]
+        theirs = [problem for verdict in self._faulty_trial(fault).verdicts for problem in verdict.problems]
         if set(theirs) == set(self.problems):
             return 0
         return 1 if set(map(_kind, theirs)) == set(map(_kind, self.problems)) else 2
 
 
 @lru_cache(maxsize=512)
-def _faulty_trial(
-    fault: Fault, conventions: Conventions, mode: RunnerMode, case: Case, device: torch.device, probe: str
-) -> tuple[bool, tuple[str, ...], frozenset[str]]:
-    """Whether the faulty subject passes, what the guards say of it, and which of its quantities are over their limits."""
+def _faulty_trial(fault: Fault, conventions: Conventions, mode: RunnerMode, case: Case, device: torch.device, probe: str) -> Trial:
+    """The faulty subject's own trial, without its outputs."""
     given = next(known for known in PROBES if known.name == probe)
     trial = run_trial(replace(fault.row(), conventions=conventions), mode, case, device, given)
-    return trial.passed, tuple(problem for verdict in trial.verdicts for problem in verdict.problems), wrong_quantities(trial)
+    return replace(trial, outputs=(), states=())
 
 
 def wrong_quantities(trial: Trial) -> frozenset[str]:
-    """``out``, ``state``, ``intermediate``: those with a row over its limit."""
+    """``out``, ``lse``, ``state``, ``intermediate``: those with a row over its limit."""
     measured = [m for verdict in trial.verdicts for m in verdict.measurements]
     return frozenset(m.quantity for m in measured if m.error.numel() and float(m.ratio.max()) > 1)
 

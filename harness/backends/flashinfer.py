@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
+from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backends import flashinfer_lists as lists_file
 from attnmatrix.harness.backends import flashinfer_wrappers as wrappers_file
 from attnmatrix.harness.backends.flashinfer_lists import lacks_parameter
 from attnmatrix.harness.backends.flashinfer_wrappers import PACKAGE, Choice, FlashInfer
-from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Conventions, NotApplicable, RoundingStep
+from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Conventions, KnownFault, NotApplicable, RoundingStep
 from attnmatrix.harness.installed import installed_file
 from attnmatrix.harness.registry import Row, register
 
@@ -54,6 +55,60 @@ def _why_not(choice: Choice, case: Case) -> Claim | None:
     return None
 
 
+def _unaligned(choice: Choice, case: Case) -> bool:
+    """Whether fa2's kernels, on tensor cores or CUDA cores, run a head dim that is no multiple of 64."""
+    return bool(case.num_tokens and case.heads.dim % 64) and not runs_fa3(choice, case)
+
+
+def _merged(choice: Choice, case: Case, mode: RunnerMode) -> bool:
+    """A wrapper made for a graph is planned with its keys split, and the kernel that merges the parts checks the head dim."""
+    return _unaligned(choice, case) and mode.uses_graph and not mode.pads_tokens
+
+
+def _unmerged(choice: Choice, case: Case, mode: RunnerMode) -> bool:
+    return _unaligned(choice, case) and not _merged(choice, case, mode)
+
+
+def _no_bias(choice: Choice, case: Case, mode: RunnerMode) -> bool:
+    return case.alibi and runs_fa3(choice, case) and max(case.kv_lens, default=0) > 1
+
+
+def _shifted_lse(choice: Choice, case: Case, mode: RunnerMode) -> bool:
+    """The LSE is judged where attention runs without a graph around it."""
+    cached = any(prefix and new for prefix, new in zip(case.prefix_lens, case.new_lens, strict=True))
+    return case.alibi and cached and mode in (RunnerMode.EAGER, RunnerMode.VERIFY) and not runs_fa3(choice, case)
+
+
+def _known_faults(choice: Choice) -> tuple[KnownFault, ...]:
+    dims = "flashinfer_fa2_head_dim_80_is_read_to_64"
+    return (
+        KnownFault(
+            partial(_merged, choice),
+            finding=dims,
+            diagnosis="raises: Unsupported head_dim",
+            reason="head dims that are no multiple of 64 are planned and compiled, and raise where the parts of a split are merged",
+        ),
+        KnownFault(
+            partial(_unmerged, choice),
+            finding=dims,
+            diagnosis="undefined",
+            reason="fa2's kernels move whole blocks of 64 dims: the rest of a head dim of 80 or 96 is never loaded, nor is its output written",
+        ),
+        KnownFault(
+            partial(_no_bias, choice),
+            finding="flashinfer_fa3_leaves_alibi_out",
+            diagnosis="X59",
+            reason="fa3 takes pos_encoding_mode='ALIBI' without a word and adds no bias",
+        ),
+        KnownFault(
+            partial(_shifted_lse, choice),
+            finding="flashinfer_alibi_shifts_lse",
+            diagnosis="X69",
+            reason="ALiBi's bias counts from the query's index among the new tokens: the LSE is off by slope times prefix length, the output right",
+        ),
+    )
+
+
 CONVENTIONS = Conventions(window="exclusive", window_may_hold_nan=False)
 """A key that the window has left behind is loaded with its tile and keeps weight 0, and 0 times NaN is NaN."""
 CHOICES = {
@@ -79,7 +134,7 @@ for row_name, (choice, summary) in CHOICES.items():
             name=row_name,
             kind=AttentionKind.SOFTMAX,
             create=partial(FlashInfer, choice=choice),
-            capabilities=Capabilities(why_not=partial(_why_not, choice)),
+            capabilities=Capabilities(why_not=partial(_why_not, choice), known_faults=_known_faults(choice)),
             conventions=Conventions(
                 kv_layout=choice.layout,
                 window=CONVENTIONS.window,
