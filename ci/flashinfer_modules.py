@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.suites import suite
-from attnmatrix.harness.backends.flashinfer import CHOICES, Choice, has_tree, runs_fa3
+from attnmatrix.harness.backends.flashinfer import CHOICES, has_tree, runs_fa3
+from attnmatrix.harness.backends.flashinfer_wrappers import Choice
 from attnmatrix.harness.capabilities import Supported
 from attnmatrix.harness.registry import find_row
 

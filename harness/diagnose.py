@@ -25,6 +25,8 @@ ALIKE = 0.1
 LONGEST = 20.0
 """Estimated seconds (see ``_seconds``) above which a case is not diagnosed."""
 UNEXPLAINED = "unexplained"
+UNDEFINED = "undefined"
+"""Declared where a kernel reads or leaves memory that nothing wrote: its output is no function of its inputs, so no fault can be named."""
 RAISES, RAISED = "raises: ", "no diagnosis: the run ended in an exception,"
 OUT_OF_BOUNDS = "no diagnosis: a write out of bounds ended the run"
 CONTINUED = "no diagnosis: later steps go on with what a wrong one left"
@@ -35,7 +37,7 @@ TOO_LARGE = "no diagnosis: the case is too large to try every fault on it"
 class Diagnosis:
     """``faults`` that the case cannot tell apart and whose results equal the failing row's, ``error`` apart at most; none: ``why``.
 
-    ``subject`` is what they explain (output, state, intermediate state or write); ``nearest`` is the closest of the other faults,
+    ``subject`` is what is wrong (output, state, intermediate state, lse or write); ``nearest`` is the closest of the other faults,
     ``distance`` limits away.
     """
 
@@ -57,8 +59,10 @@ class Diagnosis:
         return self.why in (TOO_LARGE, OUT_OF_BOUNDS, CONTINUED)
 
     def confirms(self, declared: str) -> bool:
-        """Whether a declared diagnosis, a fault's id or sentence, ``unexplained`` or ``raises: `` and part of the exception's text, is what
-        was found."""
+        """Whether a declared diagnosis is what was found: a fault's id or sentence, ``unexplained``, ``undefined`` (an output that is
+        wrong, whatever it resembles) or ``raises: `` and part of the exception's text."""
+        if declared == UNDEFINED:
+            return self.subject == "output" and (bool(self.faults) or self.why.startswith(UNEXPLAINED))
         if declared.startswith(RAISES):
             return self.why.startswith(RAISED) and declared.removeprefix(RAISES) in self.why
         if not self.faults:
@@ -104,9 +108,10 @@ def diagnose(row: Row, mode: RunnerMode, case: Case, device: torch.device, trial
     others = sorted((fit for fit in fits if fit.fault not in [f.fault for f in told]), key=lambda fit: fit.ratio)
     nearest = next((fit for fit in others if 0 < fit.ratio < float("inf")), None)
     other = {"nearest": nearest.fault if nearest else None, "distance": nearest.ratio * SLACK if nearest else float("inf")}
+    subject = next((name for name in ("output", "state", "intermediate state", "lse") if name in wrong), "write")
     if not told:
-        return Diagnosis(why=f"{UNEXPLAINED}: none of {len(candidates)} faults produces the same", **other)  # type: ignore[arg-type]
-    subject = next((name for name in ("output", "state", "intermediate state") if name in wrong), "write")
+        why = f"{UNEXPLAINED}: none of {len(candidates)} faults produces the same"
+        return Diagnosis(subject=subject, why=why, **other)  # type: ignore[arg-type]
     return Diagnosis(tuple(fit.fault for fit in told), max(fit.error for fit in told), subject, **other)  # type: ignore[arg-type]
 
 

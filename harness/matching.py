@@ -15,13 +15,16 @@ from torch import Tensor
 
 from attnmatrix.cases.case import Case
 from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.harness.backend import AttentionBackend
+from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.faults.fault import Fault
 from attnmatrix.harness.forced import ForcedBackend, run_padded
-from attnmatrix.harness.measure import FACTOR, Measurement, relative_rms
+from attnmatrix.harness.measure import FACTOR, limits, relative_rms
 from attnmatrix.harness.probes import PROBES
 from attnmatrix.harness.produced import produced_states
 from attnmatrix.harness.registry import Row
+from attnmatrix.harness.rounding import TF32_PRODUCTS
 from attnmatrix.harness.runners import RUNNERS, Runner
 from attnmatrix.harness.runners.eager import run_eager
 from attnmatrix.harness.trial import Trial, run_trial
@@ -67,13 +70,18 @@ class Search:
 
     def fit(self, fault: Fault, runner: Runner) -> Fit:
         """Run one fault until it is done or a result is too far away."""
+        rounded = self.rounded(fault, runner)
         world = self.world(fault)
         worst = [(0.0, 0.0)]
 
         def compare(quantity: str, step: int, layer: int, found: Tensor, mine: Tensor) -> None:
             measured = self.limits.get((quantity, step, layer))
             if measured is not None:
-                worst.append(_distance(found, mine, measured))
+                limit = measured.limit
+                if quantity == "out" and (step, layer) in rounded:
+                    own = relative_rms(rounded[step, layer], found).flatten().to(limit.device)
+                    limit = torch.maximum(limit, limits(own, torch.zeros_like(own)))
+                worst.append(_distance(found, mine, limit))
                 if worst[-1][0] > 1:
                     raise _Differs
 
@@ -93,6 +101,22 @@ class Search:
         except Exception:  # noqa: BLE001 - a fault that cannot run on another row's results explains nothing
             worst.append((float("inf"), float("inf")))
         return Fit(fault, max(ratio for ratio, _ in worst), max(error for _, error in worst))
+
+    def rounded(self, fault: Fault, runner: Runner) -> dict[tuple[int, int], Tensor]:
+        """A fault's outputs by step and layer when its factors are cut to TF32, where the row says that its products are. The limits hold
+        what that does to the right result; to the fault's, which sees other keys, it may do more."""
+        if self.case.dtype != "fp32" or TF32_PRODUCTS not in self.row.conventions.rounding_of(self.case, self.device.type):
+            return {}
+        world = self.world(fault)
+        for tensor in _pools(world):
+            tensor.copy_(_tf32(tensor))
+        backend = ForcedBackend(world, _factors_cut(fault.subject(world.context)), self.trial.outputs, lambda step, layer, out: None)
+        try:
+            for _ in runner(world, backend):
+                backend.collect()
+        except Exception:  # noqa: BLE001 - it raises without the cut too, which decides
+            return {}
+        return backend.found
 
     def conventions(self, fault: Fault) -> Conventions:
         """Pools laid out, and filled, as for the failing row; the rest as the faulty subject wants it."""
@@ -121,30 +145,41 @@ class Search:
     def fails(self, fault: Fault) -> bool:
         """Whether the judgement rejects the fault here, and for the same reason: a fault whose results are within the limits of the
         reference, however wrong its metadata or its writes are, does not explain a result that is not."""
-        passed, _, wrong = _faulty_trial(fault, self.conventions(fault), self.mode, self.case, self.device, self.trial.probe)
+        theirs = self._faulty_trial(fault)
         mine = wrong_quantities(self.trial)
-        return bool(wrong & mine) if mine else not passed
+        if mine == {"lse"}:
+            return self._same_lse(theirs)
+        return bool(wrong_quantities(theirs) & mine) if mine else not theirs.passed
+
+    def _same_lse(self, theirs: Trial) -> bool:
+        """Whether a fault's LSE is off by what the failing row's is off by; outputs do not tell an LSE from another."""
+        found = {(m.quantity, m.step, m.layer): m for verdict in theirs.verdicts for m in verdict.measurements if m.quantity == "lse"}
+        mine = {key: measured for key, measured in self.limits.items() if measured.quantity == "lse"}
+        return found.keys() == mine.keys() and all(
+            bool(((found[key].error - measured.error).abs() <= SLACK * measured.limit).all()) for key, measured in mine.items()
+        )
+
+    def _faulty_trial(self, fault: Fault) -> Trial:
+        return _faulty_trial(fault, self.conventions(fault), self.mode, self.case, self.device, self.trial.probe)
 
     def same_guards(self, fault: Fault) -> int:
         """0: the guards say the same of both, 1: the same kinds of things, 2: something else."""
-        theirs = _faulty_trial(fault, self.conventions(fault), self.mode, self.case, self.device, self.trial.probe)[1]
+        theirs = [problem for verdict in self._faulty_trial(fault).verdicts for problem in verdict.problems]
         if set(theirs) == set(self.problems):
             return 0
         return 1 if set(map(_kind, theirs)) == set(map(_kind, self.problems)) else 2
 
 
 @lru_cache(maxsize=512)
-def _faulty_trial(
-    fault: Fault, conventions: Conventions, mode: RunnerMode, case: Case, device: torch.device, probe: str
-) -> tuple[bool, tuple[str, ...], frozenset[str]]:
-    """Whether the faulty subject passes, what the guards say of it, and which of its quantities are over their limits."""
+def _faulty_trial(fault: Fault, conventions: Conventions, mode: RunnerMode, case: Case, device: torch.device, probe: str) -> Trial:
+    """The faulty subject's own trial, without its outputs."""
     given = next(known for known in PROBES if known.name == probe)
     trial = run_trial(replace(fault.row(), conventions=conventions), mode, case, device, given)
-    return trial.passed, tuple(problem for verdict in trial.verdicts for problem in verdict.problems), wrong_quantities(trial)
+    return replace(trial, outputs=(), states=())
 
 
 def wrong_quantities(trial: Trial) -> frozenset[str]:
-    """``out``, ``state``, ``intermediate``: those with a row over its limit."""
+    """``out``, ``lse``, ``state``, ``intermediate``: those with a row over its limit."""
     measured = [m for verdict in trial.verdicts for m in verdict.measurements]
     return frozenset(m.quantity for m in measured if m.error.numel() and float(m.ratio.max()) > 1)
 
@@ -157,14 +192,31 @@ def _memory(world: World) -> Iterator[Tensor]:
             yield fenced.tensor
 
 
-def _distance(found: Tensor, mine: Tensor, measured: Measurement) -> tuple[float, float]:
-    """Largest row-relative distance, as a ratio of the row's limit and itself. Rows that are finite in neither are alike.
+def _factors_cut(subject: AttentionBackend) -> AttentionBackend:
+    """The backend with its queries, keys and values cut to TF32."""
+    exact = subject.forward
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
+        return exact(_tf32(q), _tf32(k), _tf32(v), layer_id, batch)
+
+    subject.forward = forward  # type: ignore[method-assign]
+    return subject
+
+
+def _tf32(tensor: Tensor) -> Tensor:
+    """float32 without the 13 mantissa bits that tensor cores do not read; its strides as they were."""
+    cut = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return cut.copy_((tensor.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32))
+
+
+def _distance(found: Tensor, mine: Tensor, limit: Tensor) -> tuple[float, float]:
+    """Largest row-relative distance, as a ratio of the row's ``limit`` and itself. Rows that are finite in neither are alike.
 
     The limits know the right answer, not the fault's: a row smaller than the median is measured against the median, since a fault's
     may nearly cancel where the right one does not, and a limit is no less than one rounding (a quarter of a unit, rms) allows, since
     the right answer may be a single value, which rounds to itself.
     """
-    found, mine = found.to(measured.limit.device), mine.to(measured.limit.device)
+    found, mine = found.to(limit.device), mine.to(limit.device)
     finite = found.isfinite().all(dim=-1).flatten()
     if not finite.numel():
         return 0.0, 0.0
@@ -173,7 +225,7 @@ def _distance(found: Tensor, mine: Tensor, measured: Measurement) -> tuple[float
     floor = size[finite].median() if bool(finite.any()) else size.new_zeros(())
     error = torch.where(finite & (size > 0) & (size < floor), error * size / floor, error)
     error = torch.where(~finite & ~mine.isfinite().all(dim=-1).flatten(), 0.0, error)
-    limit = measured.limit.clamp(min=FACTOR * torch.finfo(found.dtype).eps / 4)
+    limit = limit.clamp(min=FACTOR * torch.finfo(found.dtype).eps / 4)
     ratio = torch.where(error == 0, 0.0, error / (SLACK * limit))
     return float(ratio.max()), float(error.max())
 

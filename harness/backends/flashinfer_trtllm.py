@@ -10,12 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
+from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
-from attnmatrix.harness.backends import flashinfer as wrappers_file
 from attnmatrix.harness.backends import flashinfer_lists as lists_file
-from attnmatrix.harness.backends.flashinfer import PACKAGE, workspace
+from attnmatrix.harness.backends import flashinfer_wrappers as wrappers_file
 from attnmatrix.harness.backends.flashinfer_lists import kernel_window
-from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Conventions, NotApplicable
+from attnmatrix.harness.backends.flashinfer_wrappers import PACKAGE, workspace
+from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Conventions, KnownFault, NotApplicable
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
 from attnmatrix.harness.signature import has_parameter
@@ -167,12 +168,36 @@ def _why_not(case: Case) -> Claim | None:
     return None
 
 
+def _strided_queries(case: Case, mode: RunnerMode) -> bool:
+    return case.strided and case.num_tokens > 1
+
+
+def _drafts_beyond_window(case: Case, mode: RunnerMode) -> bool:
+    return case.window is not None and max(case.new_lens, default=0) > 1 and max(case.kv_lens) > case.window
+
+
+KNOWN_FAULTS = (
+    KnownFault(
+        _strided_queries,
+        finding="flashinfer_xqa_reads_strided_queries_as_contiguous",
+        diagnosis="X44",
+        reason="XQA's launcher hands on the queries' address without their strides: a view into a fused projection is read as if contiguous",
+    ),
+    KnownFault(
+        _drafts_beyond_window,
+        finding="flashinfer_xqa_verify_has_no_window",
+        diagnosis="X70",
+        reason="XQA compiled for several tokens per request leaves the window's mask out; at most whole leading tiles are skipped",
+    ),
+)
+
+
 register(
     Row(
         name="trtllm",
         kind=AttentionKind.SOFTMAX,
         create=Trtllm,
-        capabilities=Capabilities(why_not=_why_not),
+        capabilities=Capabilities(why_not=_why_not, known_faults=KNOWN_FAULTS),
         conventions=Conventions(kv_layout="HND", window="exclusive", window_may_hold_nan=False),
         distributions=(PACKAGE, "apache-tvm-ffi"),
         devices=("cuda",),

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from attnmatrix.cases.case import Case, ForwardMode
+from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.faults.softmax_subject import Partial, Plan, SoftmaxSubject
 from attnmatrix.harness.faults.softmax_where import (
     DECODE,
+    EAGER,
     decodes,
     has_prefix,
     plant,
@@ -130,6 +132,41 @@ class NoBiasForCached(SoftmaxSubject):
         return right - self.alibi(layer)[None, :, None, None] * (distance * cached[:, None, :])[:, None]
 
 
+class NoBias(SoftmaxSubject):
+    def alibi(self, layer: int) -> Tensor:
+        return super().alibi(layer) * 0.0
+
+
+class WithLse(SoftmaxSubject):
+    """Returns the LSE too."""
+
+    def forward_with_lse(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        out, plan = self.forward(q, k, v, layer_id, batch), batch.attn_metadata
+        keys, _ = self.read(self.slots(plan, layer_id, batch), layer_id, batch)
+        rows, present = self.rows(plan, batch)
+        scores = self.scores(self.queries(q, rows, plan, batch), keys, plan, rows, layer_id, batch)
+        visible = self.visible(plan, rows, layer_id, batch) & present[..., None]
+        lse = torch.logsumexp(scores.masked_fill(~visible[:, None], float("-inf")), dim=-1)
+        lse = lse + self.shift(plan, layer_id)[..., None]
+        sink = self.sink()
+        if sink is not None:
+            lse = torch.logaddexp(lse, sink[None, :, None].expand_as(lse))
+        found = q.new_empty(q.shape[0] + 1, q.shape[1], dtype=torch.float32)
+        target = torch.where(present, rows, q.shape[0])
+        return out, found.index_put((target.flatten(),), lse.transpose(1, 2).flatten(0, 1))[: q.shape[0]]
+
+    def shift(self, plan: Plan, layer: int) -> Tensor:
+        """float32 ``[R, Hq]`` in nats: what each request's LSE is off by."""
+        return torch.zeros(len(plan.cache_seqlens), self.context.heads.q, device=plan.cache_seqlens.device)
+
+
+class LseOfIndices(WithLse):
+    """The softmax sees distances from the query's index among the new tokens, which changes all scores of a row alike."""
+
+    def shift(self, plan: Plan, layer: int) -> Tensor:
+        return self.prefix(plan)[:, None] * self.alibi(layer)[None, :]
+
+
 def _capped(case: Case) -> bool:
     return case.soft_cap is not None
 
@@ -157,4 +194,9 @@ plant("X29", "the sinks left out in decode", NoSinkInDecode, lambda case: case.s
 plant("X30", "the soft cap left out in layer 1", NoCapInLayerOne, _capped, kind="score-mod", title="Soft cap in one layer only")
 plant("X31", "the soft cap applied before the scale", CapBeforeScale, _capped, kind="score-mod", title="Soft cap before the scale")
 plant("X32", "no ALiBi bias for cached keys", NoBiasForCached, lambda case: case.alibi and has_prefix(case), kind="score-mod",
-      title="ALiBi bias for new keys only")  # fmt: skip
+      title="ALiBi bias for new keys only", like=("X59",))  # fmt: skip
+plant("X59", "no ALiBi bias", NoBias, lambda case: case.alibi and _more_than_one_key(case), kind="score-mod", title="ALiBi dropped",
+      like=("X32",))  # fmt: skip
+plant("X69", "ALiBi distances in the LSE counted from the query's index among the new tokens", LseOfIndices,
+      lambda case: case.alibi and has_prefix(case), (*EAGER, RunnerMode.VERIFY), kind="score-mod", title="LSE shifted by ALiBi",
+      healthy=WithLse)  # fmt: skip

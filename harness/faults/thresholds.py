@@ -49,12 +49,6 @@ class NoSinksInVerify(SoftmaxSubject):
         return None if self.context.forward_mode is ForwardMode.TARGET_VERIFY else super().sink()
 
 
-class NoBiasInVerify(SoftmaxSubject):
-    def alibi(self, layer: int) -> Tensor:
-        right = super().alibi(layer)
-        return right * 0.0 if self.context.forward_mode is ForwardMode.TARGET_VERIFY else right
-
-
 class NoCapInVerify(SoftmaxSubject):
     def scores(self, queries: Tensor, keys: Tensor, plan: Plan, rows: Tensor, layer: int, batch: Batch) -> Tensor:
         if self.context.soft_cap is None or batch.forward_mode is not ForwardMode.TARGET_VERIFY:
@@ -140,8 +134,6 @@ plant("X57", f"all but the last {FAR} keys dropped", FarKeysDropped, lambda case
       title="Context cut at a fixed length")  # fmt: skip
 plant("X58", "the sinks left out in verify", NoSinksInVerify, lambda case: case.sinks, VERIFY, kind="score-mod",
       title="Sinks dropped in verify")  # fmt: skip
-plant("X59", "the ALiBi bias left out in verify", NoBiasInVerify, lambda case: case.alibi, VERIFY, kind="score-mod",
-      title="ALiBi dropped in verify")  # fmt: skip
 plant("X60", "the soft cap left out in verify", NoCapInVerify, lambda case: case.soft_cap is not None, VERIFY, kind="score-mod",
       title="Soft cap dropped in verify")  # fmt: skip
 plant("X61", "the draft tree of a request without prefix taken for a chain", NoTreeWithoutPrefix,

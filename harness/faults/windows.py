@@ -49,6 +49,11 @@ class NoWindowInDecode(SoftmaxSubject):
         return None if batch.forward_mode is ForwardMode.DECODE else super().window(layer, batch)
 
 
+class NoWindowInVerify(SoftmaxSubject):
+    def window(self, layer: int, batch: Batch) -> int | None:
+        return None if batch.forward_mode is ForwardMode.TARGET_VERIFY else super().window(layer, batch)
+
+
 class Ranged(SoftmaxSubject):
     """Windowed layers see the keys from ``self.first`` on, of those that the mask leaves."""
 
@@ -137,3 +142,4 @@ plant("X34", "a window one key smaller", Narrower, lambda case: case.window is n
       kind="window", title="Window one key smaller")  # fmt: skip
 plant("X35", "the window's edge counted by the index of a draft token, not its depth", FlatDraftIndex,
       lambda case: _prefix_beyond(case) and branches(case), VERIFY, kind="window", title="Window edge by flat draft index")  # fmt: skip
+plant("X70", "no window in verify", NoWindowInVerify, beyond_window, VERIFY, kind="window", title="Window dropped in verify")

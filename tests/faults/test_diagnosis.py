@@ -14,13 +14,13 @@ from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness import diagnose as module
 from attnmatrix.harness.batch import Batch
-from attnmatrix.harness.capabilities import Capabilities, KnownFault
+from attnmatrix.harness.capabilities import Capabilities, Conventions, KnownFault, RoundingStep
 from attnmatrix.harness.cell import CellResult, run_cell
 from attnmatrix.harness.diagnose import Diagnosis, diagnose
 from attnmatrix.harness.faults.diagnosis_score import ALIKE, NAMED, diagnosis_score, score_diagnosis
 from attnmatrix.harness.faults.fault import Fault, faults
 from attnmatrix.harness.faults.lightning_subject import LightningSubject
-from attnmatrix.harness.faults.softmax_subject import SoftmaxSubject
+from attnmatrix.harness.faults.softmax_subject import Partial, SoftmaxSubject
 from attnmatrix.harness.probes import PEAKED
 from attnmatrix.harness.registry import Row, UsageError, find_row
 from attnmatrix.harness.trial import run_trial
@@ -157,6 +157,30 @@ def test_where_the_worst_row_lies() -> None:
 def test_the_score_knows_its_kinds() -> None:
     with pytest.raises(UsageError, match="unknown kind of fault 'none'"):
         diagnosis_score(["none"])
+
+
+class TopLeftInTf32(BY_ID["Y80"].subject):  # type: ignore[misc]
+    """Products as tensor cores form them from float32 factors: cut to 10 mantissa bits."""
+
+    def scores(self, queries: Tensor, keys: Tensor, *where: object) -> Tensor:
+        return super().scores(tf32(queries), tf32(keys), *where)
+
+    def partial(self, scores: Tensor, visible: Tensor, values: Tensor) -> Partial:
+        return super().partial(scores, visible, tf32(values))
+
+
+def tf32(tensor: Tensor) -> Tensor:
+    return (tensor.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_a_fault_in_tf32_is_measured_by_what_tf32_does_to_it(seed: int) -> None:
+    """The limits know what the cut does to the right result; the fault's keys, fewer here, may feel it more."""
+    case = parse_case(f"extend-p16-prefix0.8.16-new15.8.1-h4x2x128-fp32-shuffled-gain4-s{seed}")
+    named = RoundingStep("products of factors cut to TF32", "TopLeftInTf32")
+    row = Row("tf32", case.kind, TopLeftInTf32, conventions=Conventions(rounding=(named,)), source=__file__)
+    trial = run_trial(row, RunnerMode.EAGER, case, CPU, PEAKED)
+    assert diagnose(row, RunnerMode.EAGER, case, CPU, trial).ids == ("Y80",)
 
 
 @pytest.mark.skipif(not any(distributions(name="conch-triton-kernels")), reason="needs conch-triton-kernels")
