@@ -16,14 +16,20 @@ def installed_file(distribution: str, ending: str) -> Path:
 
     Raises LookupError when the distribution is absent or has not exactly one such file.
     """
+    found = [path for name, path in _files(distribution) if name == ending or name.endswith(f"/{ending}")]
+    if len(found) != 1:
+        raise LookupError(f"the distribution {distribution} has {len(found)} files {ending}, expected one")
+    return found[0]
+
+
+@cache
+def _files(distribution: str) -> tuple[tuple[str, Path], ...]:
+    """Every file of a distribution, by its path in it. Raises LookupError when it is absent."""
     try:
         entries = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         raise LookupError(f"the distribution {distribution} is not installed") from None
-    found = [entry for entry in entries if entry.as_posix() == ending or entry.as_posix().endswith(f"/{ending}")]
-    if len(found) != 1:
-        raise LookupError(f"the distribution {distribution} has {len(found)} files {ending}, expected one")
-    return Path(str(found[0].locate()))
+    return tuple((entry.as_posix(), Path(str(entry.locate()))) for entry in entries)
 
 
 def load_file(distribution: str, ending: str) -> ModuleType:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnmatrix.harness.lazy import torch
+from attnmatrix.harness.quick_interpreter import quicken
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -35,29 +32,4 @@ def prepare_triton(device: Device, interpreted: bool) -> None:
             f"use one process per device and {'unset' if chosen else 'set'} {VARIABLE}{'' if chosen else '=1'} in it"
         )
     if chosen:
-        _quicken()
-
-
-@cache
-def _quicken() -> None:
-    """Halve the interpreter's time, results unchanged: 32-bit integers wrap, as in compiled kernels, instead of each product being checked;
-    and what each call of a device function patches in Triton's language is looked up by name instead of among all members."""
-    from triton import language
-    from triton.runtime import interpreter
-
-    builder = interpreter.interpreter_builder
-    if builder.options.sanitize_overflow:
-        builder.options = replace(builder.options, sanitize_overflow=False)
-    patched = (language, language.core, language.tensor, language.math, language.core.tensor_descriptor_base)
-    names = {part: [name for name, member in inspect.getmembers(part) if language.core.is_builtin(member)] for part in patched}
-
-    def patch(part: Any, builder: Any, scope: Any, search: Callable[..., None] = interpreter._patch_builtin) -> None:
-        if part not in names:
-            search(part, builder, scope)
-            return
-        for name in names[part]:
-            member = getattr(part, name)
-            if language.core.is_builtin(member):
-                interpreter._patch_attr(part, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch
+        quicken()

@@ -44,15 +44,16 @@ def decayed_state_attention(
     token's. Vectorised over requests and heads, looped over tokens only. ``dtype`` other than float64 serves baselines.
     """
     decay = torch.exp(-slopes.to(dtype)).view(1, -1, 1, 1)
-    qd, kd, vd = (t.to(dtype) for t in (q, k, v))
+    order, tokens = _in_steps(new_lens)
+    qd, kd, vd = (t[tokens].to(dtype) for t in (q, k, v))
 
-    def advance(states: Sequence[Tensor], at: Tensor) -> None:
+    def advance(states: Sequence[Tensor], at: slice) -> None:
         states[0].mul_(decay).addcmul_(kd[at].unsqueeze(-1), vd[at].unsqueeze(-2))
 
-    def read(states: Sequence[Tensor], at: Tensor) -> Tensor:
-        return torch.einsum("rhk,rhkv->rhv", qd[at], states[0]) * scale
+    def read(states: Sequence[Tensor], at: slice) -> Tensor:
+        return _dot(qd[at], states[0])
 
-    return _scan((initial.to(dtype),), advance, read, new_lens, vd, trees, keep_tokens)
+    return _scan((initial.to(dtype),), advance, read, scale, new_lens, order, tokens, vd, trees, keep_tokens)
 
 
 def decayed_state_sizes(
@@ -75,55 +76,78 @@ def decayed_state_sizes(
     (Higham 2002, section 3.1). A history goes on from its two parts: the plain sizes as ``initial``, those times n as ``weighted``.
     """
     decay = torch.exp(-slopes.float()).view(1, -1, 1, 1)
-    qd, kd, vd = (t.float().abs() for t in (q, k, v))
+    order, tokens = _in_steps(new_lens)
+    qd, kd, vd = (t[tokens].float().abs() for t in (q, k, v))
     start = initial.float().abs()
 
-    def advance(states: Sequence[Tensor], at: Tensor) -> None:
+    def advance(states: Sequence[Tensor], at: slice) -> None:
         plain, weighted = states
         weighted.add_(plain).mul_(decay)
         plain.mul_(decay).addcmul_(kd[at].unsqueeze(-1), vd[at].unsqueeze(-2))
 
-    def read(states: Sequence[Tensor], at: Tensor) -> Tensor:
-        return torch.einsum("rhk,rhkv->rhv", qd[at], states[0] + states[1]) * abs(scale)
+    def read(states: Sequence[Tensor], at: slice) -> Tensor:
+        return _dot(qd[at], states[0] + states[1])
 
-    return _scan(
-        (start, torch.zeros_like(start) if weighted is None else weighted.float()), advance, read, new_lens, vd, trees, keep_tokens
-    )
+    both = start, torch.zeros_like(start) if weighted is None else weighted.float()
+    return _scan(both, advance, read, abs(scale), new_lens, order, tokens, vd, trees, keep_tokens)
+
+
+def _dot(q: Tensor, state: Tensor) -> Tensor:
+    """``q @ state`` per request and head: ``[R, H, K]`` times ``[R, H, K, V]``."""
+    return (q.unsqueeze(-2) @ state).squeeze(-2)
+
+
+def _in_steps(new_lens: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The requests, the longest first, and the packed tokens step by step: every request's first in that order, then every second ..."""
+    order = sorted(range(len(new_lens)), key=lambda request: -new_lens[request])
+    starts = [sum(new_lens[:request]) for request in range(len(new_lens))]
+    longest = max(new_lens, default=0)
+    return order, [starts[request] + step for step in range(longest) for request in order if new_lens[request] > step]
 
 
 def _scan(
     initial: Sequence[Tensor],
-    advance: Callable[[Sequence[Tensor], Tensor], None],
-    read: Callable[[Sequence[Tensor], Tensor], Tensor],
+    advance: Callable[[Sequence[Tensor], slice], None],
+    read: Callable[[Sequence[Tensor], slice], Tensor],
+    scale: float,
     new_lens: Sequence[int],
+    order: list[int],
+    tokens: list[int],
     v: Tensor,
     trees: Sequence[Sequence[int]] | None,
     keep_tokens: bool,
 ) -> DecayedStateResult:
     """Token by token over all requests at once, the longest requests first so that the live ones stay a prefix.
 
-    ``initial``: one or more running states ``[R, H, K, V]`` that ``advance`` updates in place; results are their sum. ``v`` gives the
-    output's shape and dtype.
+    ``initial``: one or more running states ``[R, H, K, V]`` that ``advance`` updates in place; results are their sum. ``order`` and
+    ``tokens`` are those of :func:`_in_steps`, slices count in that order. ``v`` gives the output's shape and dtype, ``scale`` multiplies
+    what ``read`` returns.
     """
-    order = sorted(range(len(new_lens)), key=lambda request: -new_lens[request])
-    starts = torch.tensor([sum(new_lens[:request]) for request in order], device=v.device, dtype=torch.int64)
-    running = [state[order].clone() for state in initial]
+    running = [state[order] for state in initial]
     kept = [state.new_zeros(v.shape[0], *state.shape[1:]) for state in initial] if keep_tokens or trees is not None else []
-    out = torch.zeros_like(v)
+    read_out = torch.zeros_like(v)
+    live, start = len(order), 0
     for step in range(max(new_lens, default=0)):
-        live = sum(new > step for new in new_lens)
-        at = starts[:live] + step
+        while new_lens[order[live - 1]] <= step:
+            live -= 1
+        at = slice(start, start + live)
+        start += live
         views = [state[:live] for state in running]
         if trees is not None:
             parents = [trees[request][step] for request in order[:live]]
-            rows = list(zip(order[:live], at.tolist(), parents, strict=True))
-            for first, tokens, view in zip(initial, kept, views, strict=True):
-                view.copy_(torch.stack([first[r] if p < 0 else tokens[token - step + p] for r, token, p in rows]))
+            rows = list(zip(order[:live], tokens[at], parents, strict=True))
+            for first, states, view in zip(initial, kept, views, strict=True):
+                view.copy_(torch.stack([first[r] if p < 0 else states[token - step + p] for r, token, p in rows]))
         advance(views, at)
-        out[at] = read(views, at)
-        for tokens, view in zip(kept, views, strict=False):
-            tokens[at] = view
+        read_out[at] = read(views, at)
+        for states, view in zip(kept, views, strict=False):
+            states[tokens[at]] = view
+    out = torch.zeros_like(v)
+    out[tokens] = read_out * scale
     back = torch.tensor(order, device=v.device, dtype=torch.int64).argsort()
     finals = tuple(state[back] for state in running)
-    final = torch.stack(finals).sum(dim=0)
-    return DecayedStateResult(out, final, torch.stack(kept).sum(dim=0) if kept else None, finals, tuple(kept))
+    return DecayedStateResult(out, _total(finals), _total(kept) if kept else None, finals, tuple(kept))
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(tuple(parts)).sum(dim=0)
