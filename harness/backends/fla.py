@@ -1,4 +1,5 @@
-"""Row ``fla``: flash-linear-attention's recurrent kernel for simple gated linear attention, which is Lightning attention with fixed gates.
+"""Rows ``fla``, ``fla-vk`` and ``fla-chunk``: flash-linear-attention's kernels for simple gated linear attention, which is Lightning attention
+with fixed gates. The first two go token by token, on states ``[K, V]`` and ``[V, K]``; the third takes 64 tokens at a time.
 
 The package has no state pool: a request's state is an argument and a result. So states are taken from their slots before the one kernel call
 of a layer and put back after it, which is what an engine has to do around this package too.
@@ -6,14 +7,16 @@ of a layer and put back after it, which is what an engine has to do around this 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
-from attnmatrix.harness.capabilities import Capabilities, Claim, NotApplicable
+from attnmatrix.harness.capabilities import Capabilities, Claim, Conventions, NotApplicable
 from attnmatrix.harness.installed import installed_file
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
@@ -37,21 +40,24 @@ class FlaMetadata:
         return self.cu_seqlens[1 : bs + 1] - 1
 
 
-def load_kernel() -> Callable[..., Any]:
-    """Importing the package needs a GPU: its autotuners ask for the driver."""
-    from fla.ops.simple_gla.fused_recurrent import fused_recurrent_simple_gla
+RECURRENT, CHUNK = "fused_recurrent", "chunk"  # the package's two forms: a file and the function ``FORM_simple_gla`` in it
 
-    kernel: Callable[..., Any] = fused_recurrent_simple_gla
+
+def load_kernel(form: str) -> Callable[..., Any]:
+    """Importing the package needs a GPU: its autotuners ask for the driver."""
+    kernel: Callable[..., Any] = getattr(importlib.import_module(f"fla.ops.simple_gla.{form}"), f"{form}_simple_gla")
     return kernel
 
 
 class Fla(AttentionBackend):
-    """``fused_recurrent_simple_gla`` with ``g_gamma``, the log decay per head; one call per layer and batch."""
+    """One form with ``g_gamma``, the log decay per head; one call per layer and batch."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, form: str = RECURRENT) -> None:
         super().__init__(context)
         assert context.slopes is not None
-        self._kernel = load_kernel()
+        assert context.states is not None
+        self._kernel = load_kernel(form)
+        self._v_first = context.states.layout == "VK"
         self._log_decay = [-slopes for slopes in context.slopes]
 
     def prepare_metadata(self, batch: Batch) -> None:
@@ -75,6 +81,7 @@ class Fla(AttentionBackend):
             scale=context.scale,
             initial_state=initial,
             output_final_state=True,
+            state_v_first=self._v_first,
             cu_seqlens=meta.cu_seqlens,
         )
         self._put_back(pool, meta.state_indices, final)
@@ -83,7 +90,7 @@ class Fla(AttentionBackend):
 
     @staticmethod
     def _put_back(pool: Tensor, slots: Tensor, states: Tensor) -> None:
-        """Write ``states`` ``[R, H, K, V]`` to their slots through a select over the pool, since -1 is no index and a graph cannot skip."""
+        """Write ``states``, in the pool's layout, to their slots through a select over the pool, since -1 is no index and a graph cannot skip."""
         hit = slots[:, None] == torch.arange(pool.shape[0], device=pool.device)[None, :]
         chosen = states[hit.int().argmax(dim=0)].to(pool.dtype)
         pool.copy_(torch.where(hit.any(dim=0)[:, None, None, None], chosen, pool))
@@ -111,45 +118,65 @@ class Fla(AttentionBackend):
             getattr(static, name).copy_(getattr(fresh, name))
 
 
-def _returns_one_state() -> bool:
-    """The kernel function takes no buffer for states in between: the names in its file, which a CPU cannot import."""
-    source = installed_file("fla-core", "ops/simple_gla/fused_recurrent.py").read_text()
-    signature = source[source.index("def fused_recurrent_simple_gla(") :].split(") ->", 1)[0]
-    return not any(word in signature for word in ("intermediate", "track", "cache"))
+def _signature(form: str) -> str:
+    """Of a kernel function, as its file spells it: a CPU cannot import it."""
+    source = installed_file("fla-core", f"ops/simple_gla/{form}.py").read_text()
+    return source[source.index(f"def {form}_simple_gla(") :].split(") ->", 1)[0]
 
 
-def _why_not(case: Case) -> Claim | None:
-    if any(case.track_lens):
-        return NotApplicable("returns the final state only: no snapshots", _returns_one_state)
-    return None
+def _returns_one_state(form: str) -> bool:
+    """The kernel function takes no buffer for states in between."""
+    return not any(word in _signature(form) for word in ("intermediate", "track", "cache"))
 
 
-DRAFTS = NotApplicable("returns the final state only: no state per draft token", _returns_one_state)
+def _counts_chunks_on_the_host() -> bool:
+    """The number of chunks, which sizes a buffer, is read back from the device."""
+    source = installed_file("fla-core", "ops/common/chunk_h.py").read_text()
+    return ".item()" in source[source.index("def chunk_fwd_h(") :].split("\ndef ", 1)[0]
+
+
+def _capabilities(form: str) -> Capabilities:
+    one_state = partial(_returns_one_state, form)
+    drafts = NotApplicable("returns the final state only: no state per draft token", one_state)
+    modes: dict[RunnerMode, Claim] = {RunnerMode.VERIFY: drafts, RunnerMode.VERIFY_CG: drafts}
+    if form == CHUNK:
+        modes[RunnerMode.CG_DECODE] = NotApplicable("counts chunks on the host, which no graph can hold", _counts_chunks_on_the_host)
+
+    def why_not(case: Case) -> Claim | None:
+        return NotApplicable("returns the final state only: no snapshots", one_state) if any(case.track_lens) else None
+
+    return Capabilities(modes=modes, why_not=why_not)
+
 
 SNIPPET = """
-from fla.ops.simple_gla.fused_recurrent import fused_recurrent_simple_gla
+from fla.ops.simple_gla.FORM import FORM_simple_gla
 
 def attend(q, k, v, states, slots, starts, prefix, new, slopes, scale):
     initial = torch.stack([states[s].float() if p else torch.zeros_like(states[s]).float() for s, p in zip(slots.tolist(), prefix)])
-    out, final = fused_recurrent_simple_gla(
-        q[None], k[None], v[None], g_gamma=-slopes, scale=scale, initial_state=initial, output_final_state=True, cu_seqlens=starts.long()
-    )
+    kept = {"initial_state": initial.mT.contiguous() if V_FIRST else initial, "state_v_first": V_FIRST, "output_final_state": True}
+    out, final = FORM_simple_gla(q[None], k[None], v[None], g_gamma=-slopes, scale=scale, cu_seqlens=starts.long(), **kept)
     for s, state, n in zip(slots.tolist(), final, new):
         if n:
-            states[s] = state
+            states[s] = state.mT if V_FIRST else state
     return out[0]
 """
 
-register(
-    Row(
-        name="fla",
-        kind=AttentionKind.LIGHTNING,
-        create=Fla,
-        capabilities=Capabilities(modes={RunnerMode.VERIFY: DRAFTS, RunnerMode.VERIFY_CG: DRAFTS}, why_not=_why_not),
-        distributions=("fla-core", "triton"),
-        devices=("cuda",),
-        summary="flash-linear-attention, simple GLA, recurrent kernel",
-        snippet=SNIPPET,
-        source=__file__,
+for name, form, layout, summary in (
+    ("fla", RECURRENT, "KV", "recurrent kernel"),
+    ("fla-vk", RECURRENT, "VK", "recurrent kernel on [V, K] states"),
+    ("fla-chunk", CHUNK, "KV", "chunk form"),
+):
+    register(
+        Row(
+            name=name,
+            kind=AttentionKind.LIGHTNING,
+            create=partial(Fla, form=form),
+            capabilities=_capabilities(form),
+            conventions=Conventions(state_layout=layout),
+            distributions=("fla-core", "triton"),
+            devices=("cuda",),
+            summary=f"flash-linear-attention, simple GLA, {summary}",
+            snippet=SNIPPET.replace("FORM", form).replace("V_FIRST", str(layout == "VK")),
+            source=__file__,
+        )
     )
-)

@@ -1,4 +1,5 @@
-"""Row ``torch`` for Lightning attention: the chunked form, batched recurrent decode, closed-form verify."""
+"""Rows ``torch`` and ``torch-vk`` for Lightning attention: the chunked form, batched recurrent decode, closed-form verify. They differ in the
+pool's layout of states, ``[K, V]`` and ``[V, K]``."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from attnmatrix.cases.case import AttentionKind, ForwardMode
 from attnmatrix.harness.backend import AttentionBackend
+from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
 
@@ -185,13 +187,15 @@ def attend(q, k, v, states, slots, starts, prefix, new, slopes, scale):
     return out
 """
 
-register(
-    Row(
-        name="torch",
-        kind=AttentionKind.LIGHTNING,
-        create=TorchLightning,
-        summary="chunked linear attention with per-head decay",
-        snippet=SNIPPET,
-        source=__file__,
+for name, layout in (("torch", "KV"), ("torch-vk", "VK")):
+    register(
+        Row(
+            name=name,
+            kind=AttentionKind.LIGHTNING,
+            create=TorchLightning,
+            conventions=Conventions(state_layout=layout),
+            summary=f"chunked linear attention with per-head decay, states [{layout[0]}, {layout[1]}]",
+            snippet=SNIPPET if layout == "KV" else "",
+            source=__file__,
+        )
     )
-)

@@ -1,4 +1,4 @@
-"""The ``fla`` row's adapter around a strict stand-in for its kernel: right in every mode it claims, red when the adapter is wrong."""
+"""The adapter of the ``fla`` rows around strict stand-ins for their kernels: right in every mode they claim, red when the adapter is wrong."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backends import fla
 from attnmatrix.harness.batch import Batch
+from attnmatrix.harness.capabilities import Capabilities
 from attnmatrix.harness.cell import CellResult, run_cell
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.installed import installed_file
 from attnmatrix.harness.registry import Row, find_row
 
 CPU = torch.device("cpu")
-ROW = find_row("fla", AttentionKind.LIGHTNING)
+ROW, VALUES_FIRST, CHUNK = (find_row(name, AttentionKind.LIGHTNING) for name in ("fla", "fla-vk", "fla-chunk"))
 CELLS = (
     (RunnerMode.EAGER, "lightning-extend-p16-prefix0.12.5-new5.4.1-h2x2x64-bf16-shuffled"),
     (RunnerMode.EAGER, "lightning-extend-p16-prefix0.12.0.7-new0.0.4.3-h2x2x64-fp32-shuffled-strided"),
@@ -31,6 +32,14 @@ CELLS = (
     (RunnerMode.CG_DECODE, "lightning-decode-p16-prefix5.9-new1.1-h2x2x64-bf16-shuffled"),
     (RunnerMode.PCG_EXTEND, "lightning-extend-p16-prefix0.9-new5.4-h2x2x64-bf16-shuffled"),
     (RunnerMode.BCG_EXTEND, "lightning-mixed-p16-prefix0.9-new5.1-h2x2x64-bf16-shuffled"),
+)
+CHUNK_CELLS = (
+    (RunnerMode.EAGER, "lightning-extend-p16-prefix0.12.0.7-new0.0.4.3-h2x2x64-fp32-shuffled-strided"),
+    (RunnerMode.EAGER, "lightning-mixed-p16-prefix0.9.30-new70.1.5-h2x2x64-fp32-shuffled"),
+    (RunnerMode.EAGER, "lightning-extend-p16-prefix0.9-new5.4-h2x2x64-fp32-shuffled-thenx3.1_d2_n2_d"),
+    (RunnerMode.EAGER, "lightning-decode-p16-prefix5.9.3-new1.1.1-h3x3x64-bf16-shuffled-statesbf16"),
+    (RunnerMode.PCG_EXTEND, "lightning-extend-p16-prefix0.9-new5.4-h2x2x64-fp32-shuffled"),
+    (RunnerMode.BCG_EXTEND, "lightning-mixed-p16-prefix0.9-new5.1-h2x2x64-fp32-shuffled"),
 )
 
 
@@ -46,8 +55,8 @@ def support(name: str) -> ModuleType:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = support("fla_stand_in").fused_recurrent_simple_gla
-    monkeypatch.setattr(fla, "load_kernel", lambda: kernel)
+    kernels = support("fla_stand_in")
+    monkeypatch.setattr(fla, "load_kernel", lambda form: getattr(kernels, f"{form}_simple_gla"))
 
 
 def run(row: Row, mode: RunnerMode, case: str) -> CellResult:
@@ -55,9 +64,16 @@ def run(row: Row, mode: RunnerMode, case: str) -> CellResult:
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize(("mode", "case"), CELLS, ids=[f"{mode.value}-{case}" for mode, case in CELLS])
-def test_the_adapter_is_right(mode: RunnerMode, case: str) -> None:
-    result = run(ROW, mode, case)
+@pytest.mark.parametrize(
+    ("row", "mode", "case"),
+    [
+        *((row, *cell) for row, cells in ((ROW, CELLS), (VALUES_FIRST, CELLS[3:6])) for cell in cells),
+        *((CHUNK, *cell) for cell in CHUNK_CELLS),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_the_adapter_is_right(row: Row, mode: RunnerMode, case: str) -> None:
+    result = run(row, mode, case)
     assert result.status == "pass", (result.reason, *result.details)
 
 
@@ -102,9 +118,46 @@ def test_a_mistaken_adapter_is_red(wrong: type[fla.Fla], cell: int) -> None:
     assert all(trial.error is None for trial in result.trials)
 
 
-@pytest.mark.skipif("fla-core" in ROW.missing, reason="fla-core not installed")
-def test_the_stand_in_has_the_packages_arguments() -> None:
-    source = installed_file("fla-core", "ops/simple_gla/fused_recurrent.py").read_text()
-    signature = source[source.index("def fused_recurrent_simple_gla(") :].split(") ->", 1)[0]
-    theirs = [line.split(":")[0].strip() for line in signature.splitlines()[1:] if ":" in line]
-    assert theirs == list(inspect.signature(support("fla_stand_in").fused_recurrent_simple_gla).parameters)
+class TransposeForgotten(fla.Fla):
+    """Hands ``[V, K]`` states to a kernel that takes them for ``[K, V]``, and stores what it returns."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._v_first = False
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_forgotten_transpose_is_red() -> None:
+    for mode, case in (CELLS[0], CELLS[3], CELLS[4]):
+        result = run(replace(VALUES_FIRST, create=TransposeForgotten), mode, case)
+        assert result.status == "fail"
+        assert all(trial.error is None for trial in result.trials)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_no_graph_holds_the_chunk_form() -> None:
+    mode, case = CELLS[4]
+    result = run(replace(CHUNK, capabilities=Capabilities()), mode, case)
+    assert result.status == "fail"
+    assert "tolist" in result.reason
+
+
+INSTALLED = pytest.mark.skipif("fla-core" in ROW.missing, reason="fla-core not installed")
+
+
+@INSTALLED
+@pytest.mark.parametrize("form", [fla.RECURRENT, fla.CHUNK])
+def test_the_stand_in_has_the_packages_arguments(form: str) -> None:
+    source = installed_file("fla-core", f"ops/simple_gla/{form}.py").read_text()
+    signature = source[source.index(f"def {form}_simple_gla(") :].split(") ->", 1)[0]
+    theirs = [line.split(":")[0].strip(" ,*") for line in signature.splitlines()[1:] if ":" in line or "**" in line]
+    assert theirs == list(inspect.signature(getattr(support("fla_stand_in"), f"{form}_simple_gla")).parameters)
+
+
+@INSTALLED
+@pytest.mark.parametrize("row", [ROW, VALUES_FIRST, CHUNK], ids=lambda row: row.name)
+def test_what_the_rows_leave_out_is_not_in_the_package(row: Row) -> None:
+    tracked = "lightning-extend-p16-prefix0-new40-h2x2x64-bf16-shuffled-track32"
+    verify = "lightning-target_verify-p16-prefix9-new3-h2x2x64-bf16-shuffled"
+    cells = [(RunnerMode.EAGER, tracked), (RunnerMode.VERIFY, verify), *([CELLS[4]] if row is CHUNK else [])]
+    assert [run(row, *cell).status for cell in cells] == ["n/a"] * len(cells)
