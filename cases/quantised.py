@@ -15,6 +15,7 @@ def fp8_batches() -> tuple[Case, ...]:
     return (
         extend(16, (0, 20, 33), (18, 7, 1), SOFTMAX, name="fp8_extend", **FP8),
         decode(16, (5, 17, 64), SOFTMAX, name="fp8_decode", **FP8),
+        extend(16, (0, 0), (18, 7), SOFTMAX, name="fp8_prompts", **FP8),
         extend(1, (9, 5), (6, 3), SOFTMAX, scratch=Scratch.FIRST, name="fp8_page1_extend", **HALF),
         decode(1, (9, 0, 5), SOFTMAX, scratch=Scratch.FIRST, name="fp8_page1_decode", **HALF),
         extend(64, (63, 130), (3, 5), SOFTMAX, placement=Placement.INTERLEAVED, name="fp8_page64_extend", **HALF),
