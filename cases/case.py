@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 
-from attnmatrix.cases.options import Tree, format_trees
+from attnmatrix.cases.options import KV_SCALES, Tree, format_trees
 from attnmatrix.cases.validity import problem_of
 
 
@@ -78,7 +78,7 @@ class Case:
     ``prefix_lens[i]`` tokens of request i are cached already and ``new_lens[i]`` are computed now; the new ones
     are the last positions. ``window`` counts visible keys, the query's own included; ``None`` is unlimited.
     ``trees`` holds one parent tuple per request (or one for all) for target_verify; empty means a chain.
-    ``gain`` multiplies the queries, ``state_scale`` the random initial recurrent state, which the pool holds in ``state_dtype`` (``None``:
+    ``kv_dtype`` is what the cache holds (``None``: ``dtype``), scaled by :meth:`kv_scales`. ``gain`` multiplies the queries, ``state_scale`` the random initial recurrent state, which the pool holds in ``state_dtype`` (``None``:
     float32). ``track_lens[i]`` new tokens of request i are to be snapshot into a second state slot (0: none), ``story`` says what the
     requests do next (see :mod:`attnmatrix.cases.story`), ``shard`` ``(rank, ranks)`` which slice of a model's heads these are.
     Raises ValueError for a description that no engine could produce.
@@ -146,6 +146,10 @@ class Case:
     def layer_window(self, layer: int) -> int | None:
         """The window of one layer; ``window_layers='first'`` leaves all but layer 0 unlimited."""
         return self.window if layer == 0 or self.window_layers == "all" else None
+
+    def kv_scales(self, layer: int) -> tuple[float, float]:
+        """What one layer's cached keys and values are multiplied by when they are read; (1, 1) where they are held in the case's dtype."""
+        return (1.0, 1.0) if self.kv_dtype is None else KV_SCALES[layer % len(KV_SCALES)]
 
     @cached_property
     def id(self) -> str:

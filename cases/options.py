@@ -4,6 +4,9 @@ from __future__ import annotations
 
 DTYPES = ("bf16", "fp16", "fp32")
 KV_DTYPES = ("fp8e4m3",)
+KV_SCALES = ((0.37, 1.9), (0.0083, 1.3))
+"""Scales of the keys and of the values in a quantised KV cache, of even and of odd layers: none is 1, no two are equal, and the keys of odd
+layers reach the largest value of fp8."""
 DRAFT_KINDS = ("eagle", "frozen_kv_mtp", "dflash", "ngram")
 
 Tree = tuple[int, ...]

@@ -43,6 +43,7 @@ def single_values(case: Case) -> dict[str, object]:
         "gain": case.gain,
         "state": case.state_scale,
         "requests": min(case.batch_size, 2),
+        "cache": (case.forward, case.kv_dtype),
         **(_state_values(case) if case.kind is not AttentionKind.SOFTMAX else {}),
     }
 
@@ -101,6 +102,7 @@ def runner_values(case: Case) -> dict[str, object]:
         "scratch": case.scratch,
         "placement": case.placement,
         "window": case.window is not None,
+        "cache": (case.forward, case.kv_dtype),
     }
 
 

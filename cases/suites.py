@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from attnmatrix.cases import layouts, speculative, state_stories
+from attnmatrix.cases import layouts, quantised, speculative, state_stories
 from attnmatrix.cases.case import AttentionKind, Case, Scratch
 from attnmatrix.cases.modes import RunnerMode
 
@@ -44,12 +44,15 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
         if softmax:
             yield from speculative.verify_windows()
             yield from speculative.verify_options()
+            yield from quantised.fp8_verifies()
         else:
             yield from state_stories.verify_branches()
             yield from state_stories.verify_stories()
         return
     if mode is RunnerMode.HANDOFF:
         yield from layouts.conversations(kind)
+        if softmax:
+            yield from quantised.fp8_conversations()
         return
     if mode in (RunnerMode.DE, RunnerMode.DE_CG, RunnerMode.DE_V2_CG, RunnerMode.EAGLE_DE, RunnerMode.EAGLE_DRAFT, RunnerMode.FKVMTP):
         return
@@ -72,6 +75,7 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from layouts.large_shapes()
             yield from layouts.long_series(kind)
         yield from layouts.page256_variants()
+        yield from quantised.fp8_batches()
     else:
         yield from layouts.state_variants()
         yield from state_stories.snapshots()

@@ -18,7 +18,7 @@ from attnmatrix.harness.diagnose import diagnose
 from attnmatrix.harness.locate import locate_worst
 from attnmatrix.harness.outcome import Outcome, judge_claim, judge_diagnosis, judge_not_applicable
 from attnmatrix.harness.pools import bits
-from attnmatrix.harness.probes import PLAIN, Probe
+from attnmatrix.harness.probes import PEAKED, PLAIN, Probe
 from attnmatrix.harness.properties import PropertyResult, examine
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.trial import Trial, run_trial
@@ -77,7 +77,7 @@ def run_cell(
         outcome = judge_not_applicable(claim)
     else:
         plain = isinstance(claim, Supported)
-        trials = _trials(row, mode, case, device, share.probes if plain else share.probes[:1])
+        trials = _trials(row, mode, case, device, share.probes if plain else (PEAKED,))  # needle inputs hide wrong weights
         differences = _differences(trials) if plain and row.capabilities.deterministic else ()
         known = row.capabilities.known_fault(mode, case)
         outcome = judge_claim(row, claim, known, trials, differences)

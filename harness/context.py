@@ -19,7 +19,7 @@ class Context:
     """Everything that outlives a batch.
 
     ``kv`` is None for linear kinds, ``states`` for softmax. ``windows[layer]`` follows the row's declared convention, None is
-    unlimited. ``slopes`` ``[layers, H]`` float32 are Lightning's decay rates. ``forward_mode`` and ``tokens_per_request``
+    unlimited. ``k_scales[layer]`` and ``v_scales[layer]`` multiply what a quantised cache holds. ``slopes`` ``[layers, H]`` float32 are Lightning's decay rates. ``forward_mode`` and ``tokens_per_request``
     describe what graphs are captured for; ``max_reqs`` bounds the padded batch size, ``max_seq_len`` the KV length.
     """
 
@@ -42,6 +42,16 @@ class Context:
     sinks: Tensor | None = None  # on gpu; float32 [Hq]
     alibi_slopes: Tensor | None = None  # on gpu; float32 [Hq]
     slopes: Tensor | None = None  # on gpu; float32 [layers, H]
+    k_scales: tuple[float, ...] = ()  # empty: the cache is not quantised
+    v_scales: tuple[float, ...] = ()
+
+    def k_scale(self, layer: int) -> float:
+        """What a layer's cached keys are multiplied by, 1 where the cache is not quantised."""
+        return self.k_scales[layer] if self.k_scales else 1.0
+
+    def v_scale(self, layer: int) -> float:
+        """What a layer's cached values are multiplied by, 1 where the cache is not quantised."""
+        return self.v_scales[layer] if self.v_scales else 1.0
 
     @property
     def pages_per_request(self) -> int:

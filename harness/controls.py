@@ -231,6 +231,10 @@ CONTROLS: tuple[Control, ...] = (
         context=lambda world, context: replace(context, scale=context.scale * 1.1),
     ),
     Control(
+        "wrong-key-scale", "kv-scale", "the scales of the cached keys doubled", lambda c: c.kv_dtype is not None and _has_tokens(c) and max(c.kv_lens) > 1,
+        context=lambda world, context: replace(context, k_scales=tuple(2 * scale for scale in context.k_scales)),
+    ),
+    Control(
         "neighbour", "request", "each request under its neighbour's row", lambda c: c.batch_size > 1 and _has_prefix(c), batch=_neighbour
     ),
     Control(

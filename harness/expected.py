@@ -11,7 +11,9 @@ from torch import Tensor
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.harness.decay_rounding import chunked_decay
 from attnmatrix.harness.draws import StepData
+from attnmatrix.harness.dtypes import TORCH_DTYPES
 from attnmatrix.harness.history import History
+from attnmatrix.harness.quantise import dequantise, quantise
 from attnmatrix.harness.rounding import TF32_PRODUCTS
 from attnmatrix.harness.runners.recorder import AttentionCall
 from attnmatrix.harness.softmax_rounding import softmax_rounded
@@ -72,6 +74,7 @@ def _softmax(world: World, step: StepData, layer: int, q: Tensor, new_k: Tensor,
         prefix = step.prefixes[request]
         k = torch.cat([prefix.keys[layer].to(place), new_k[rows]])
         v = torch.cat([prefix.values[layer].to(place), new_v[rows]])
+        k, v = _as_read(case, layer, k, v)
         mask = visible_keys(case, request, layer, place)
         queries, keys = query_positions(case, request, place), key_positions(case, request, place)
         right = softmax_attention(
@@ -79,7 +82,7 @@ def _softmax(world: World, step: StepData, layer: int, q: Tensor, new_k: Tensor,
             alibi_slopes=slopes, query_positions=queries, key_positions=keys,
         )  # fmt: skip
         out, lse = baseline(
-            q[rows], k, v, mask, context.scale, soft_cap=case.soft_cap, sinks=sinks,
+            q[rows], k.to(q.dtype), v.to(q.dtype), mask, context.scale, soft_cap=case.soft_cap, sinks=sinks,
             alibi_slopes=slopes, distance=keys[None, :] - queries[:, None], page_size=case.page_size, longest=max(case.kv_lens),
         )  # fmt: skip
         outs.append(right.out)
@@ -95,6 +98,14 @@ def _softmax(world: World, step: StepData, layer: int, q: Tensor, new_k: Tensor,
         "out": Quantity(("token", "head"), torch.cat(outs), torch.cat(base_outs), conditioning),
         "lse": Quantity(("token", "head"), lse[..., None], torch.cat(base_lses)[..., None], sizes, absolute=True),
     }
+
+
+def _as_read(case: Case, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as a right backend reads them: from a quantised cache in float64, unrounded, else as they were given."""
+    if case.kv_dtype is None:
+        return k, v
+    dtype, (k_scale, v_scale) = TORCH_DTYPES[case.kv_dtype], case.kv_scales(layer)
+    return dequantise(quantise(k, k_scale, dtype), k_scale), dequantise(quantise(v, v_scale, dtype), v_scale)
 
 
 def _lightning(world: World, index: int, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, place: torch.device) -> dict[str, Quantity]:

@@ -11,6 +11,7 @@ from attnmatrix.cases.case import ForwardMode
 from attnmatrix.harness.draws import NUM_LAYERS
 from attnmatrix.harness.pools import bits
 from attnmatrix.harness.produced import held
+from attnmatrix.harness.quantise import steps_apart
 from attnmatrix.harness.world import World
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class Guards:
     """Remembers every pool and table of a world and checks them after each step.
 
-    After a step the changed KV slots of a layer are exactly those of ``out_loc`` and hold the given k and v; states changed
+    After a step the changed KV slots of a layer are exactly those of ``out_loc`` and hold the given k and v, in a quantised pool to within one
+    step of its dtype (a package may quantise by itself, and break ties otherwise); states changed
     only in the batch's own slots (not at all in target_verify); tables, inputs, canaries and everything else are as before.
     """
 
@@ -114,11 +116,13 @@ class Guards:
         problems = []
         for layer in range(NUM_LAYERS):
             for name, old, now in (("K", self._kv.k(layer), kv.k(layer)), ("V", self._kv.v(layer), kv.v(layer))):
-                want = kv.by_page(old)
+                want, found = kv.by_page(old), kv.by_page(now)
                 if layer in written:
-                    given = written[layer][0 if name == "K" else 1]
-                    want[page, offset] = given.to(kv.dtype)
-                wrong = (bits(kv.by_page(now).contiguous()) != bits(want.contiguous())).flatten(2).any(dim=-1).flatten()
+                    want[page, offset] = kv.as_held(layer, *written[layer])[0 if name == "K" else 1]
+                differs = bits(found.contiguous()) != bits(want.contiguous())
+                if layer in written and kv.quantised:
+                    differs[page, offset] &= steps_apart(found[page, offset], want[page, offset]) > 1
+                wrong = differs.flatten(2).any(dim=-1).flatten()
                 if run is None and spare_own:
                     wrong[out_loc] = False
                 if world.pool_plan.scratch_page is not None:

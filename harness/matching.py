@@ -185,8 +185,12 @@ def wrong_quantities(trial: Trial) -> frozenset[str]:
 
 
 def _memory(world: World) -> Iterator[Tensor]:
-    """The pools and the table, which change from step to step."""
+    """The table and the pools, which change from step to step."""
     yield world.req_to_token
+    yield from _pools(world)
+
+
+def _pools(world: World) -> Iterator[Tensor]:
     for pool in (world.context.kv, world.context.states):
         for fenced in pool.fenced if pool is not None else ():
             yield fenced.tensor

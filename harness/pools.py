@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from attnmatrix.harness.quantise import quantise
 
 FENCE = 256  # elements before and after each buffer
 CANARY = {1: 0x5A, 2: 0x5A5A, 4: 0x5A5A5A5A, 8: 0x5A5A5A5A5A5A5A5A}
@@ -41,12 +44,23 @@ class KVPool:
 
     ``k(layer)`` and ``v(layer)`` are the physical tensors in the row's layout (NHD ``[pages, page, H, D]``, HND
     ``[pages, H, page, D]``); with ``interleaved`` they are the two halves of ``kv(layer)`` ``[pages, 2, page, H, D]``.
+    With ``scales``, a key's and a value's per layer, the pool is quantised: it holds what it is given divided by them.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, heads: int, dim: int, layers: int, dtype: torch.dtype, device: torch.device, layout: str
+        self,
+        num_pages: int,
+        page_size: int,
+        heads: int,
+        dim: int,
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: str,
+        scales: Sequence[tuple[float, float]] = (),
     ) -> None:
         self.num_pages, self.page_size, self.layout, self.dtype = num_pages, page_size, layout, dtype
+        self._scales = tuple(scales)
         shape = (num_pages, page_size, heads, dim) if layout != "HND" else (num_pages, heads, page_size, dim)
         self._both: list[Fenced] = []
         if layout == "interleaved":
@@ -80,6 +94,7 @@ class KVPool:
         other = copy.copy(self)
         other._k, other._v = self._k[::-1], self._v[::-1]
         other._both = self._both[::-1]
+        other._scales = self._scales[::-1]
         return other
 
     def snapshot(self) -> KVPool:
@@ -89,6 +104,18 @@ class KVPool:
         other.fenced, other._both = [], []
         return other
 
+    @property
+    def quantised(self) -> bool:
+        """Whether what the pool holds is to be multiplied by scales."""
+        return bool(self._scales)
+
+    def as_held(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values in the pool's dtype, quantised by the layer's scales where it has any."""
+        if not self._scales:
+            return k.to(self.dtype), v.to(self.dtype)
+        k_scale, v_scale = self._scales[layer]
+        return quantise(k, k_scale, self.dtype), quantise(v, v_scale, self.dtype)
+
     def by_page(self, tensor: Tensor) -> Tensor:
         """A physical tensor seen as ``[pages, page, H, D]`` whatever its layout."""
         return tensor.transpose(1, 2) if self.layout == "HND" else tensor
@@ -96,8 +123,9 @@ class KVPool:
     def store(self, layer: int, out_loc: Tensor, k: Tensor, v: Tensor) -> None:
         """Write ``k``, ``v`` ``[T, H, D]`` at the slots ``out_loc`` int64 ``[T]``; safe to capture in a graph."""
         page, offset = out_loc // self.page_size, out_loc % self.page_size
-        self.by_page(self._k[layer])[page, offset] = k.to(self.dtype)
-        self.by_page(self._v[layer])[page, offset] = v.to(self.dtype)
+        held_k, held_v = self.as_held(layer, k, v)
+        self.by_page(self._k[layer])[page, offset] = held_k
+        self.by_page(self._v[layer])[page, offset] = held_v
 
 
 class StatePool:

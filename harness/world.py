@@ -82,6 +82,7 @@ class World:
         max_reqs = max([1, *padded, *(batch.batch_size for batch in batches)])
         widest = max([1, *(n for batch in batches for n in batch.new_lens)])
         kv = states = slopes = None
+        scales: list[tuple[float, float]] = []
         if linear:
             drafts = widest if any(batch.forward.seq_lens_is_prefix for batch in batches) else 1
             states = StatePool(
@@ -101,7 +102,9 @@ class World:
             slopes = torch.stack(per_layer).float().to(self.device)
         else:
             kv_dtype = TORCH_DTYPES[case.kv_dtype] if case.kv_dtype else self.dtype
-            kv = KVPool(self.pool_plan.num_pages, case.page_size, heads.kv, heads.dim, NUM_LAYERS, kv_dtype, self.device, layout.kv_layout)
+            scales = [case.kv_scales(layer) for layer in range(NUM_LAYERS) if case.kv_dtype]
+            pages, shape = self.pool_plan.num_pages, (case.page_size, heads.kv, heads.dim, NUM_LAYERS)
+            kv = KVPool(pages, *shape, kv_dtype, self.device, layout.kv_layout, scales)
         less = 1 if layout.window == "exclusive" else 0
         windows = [case.layer_window(layer) for layer in range(NUM_LAYERS)]
         return Context(
@@ -124,6 +127,8 @@ class World:
             sinks=torch.randn(heads.q, generator=self.generator).to(self.device) if case.sinks else None,
             alibi_slopes=alibi_slopes(heads.q).float().to(self.device) if case.alibi else None,
             slopes=slopes,
+            k_scales=tuple(k_scale for k_scale, _ in scales),
+            v_scales=tuple(v_scale for _, v_scale in scales),
         )
 
     def _poison(self) -> None:

@@ -49,6 +49,9 @@ def _lines(case: Case, mode: RunnerMode) -> Iterator[str]:
     yield f"{case.kind.value}, {case.forward.value}, {case.heads.q} query heads on {case.heads.kv} key/value heads of dim {case.heads.dim}, {case.dtype}"
     scratch = "none" if plan.scratch_page is None else str(plan.scratch_page)
     yield f"pool: {plan.num_pages} pages of {plan.page_size}, scratch page {scratch}, placement {case.placement.value}"
+    if case.kv_dtype:
+        even, odd = ("{} and {}".format(*case.kv_scales(layer)) for layer in (0, 1))
+        yield f"keys and values cached in {case.kv_dtype}, their scales {even} in even layers, {odd} in odd ones"
     starts = [sum(case.new_lens[:r]) for r in range(case.batch_size + 1)]
     yield f"cu_seqlens_q = {starts}"
     yield f"cache_seqlens = {list(case.kv_lens)}  (seq_lens of the batch: {list(case.prefix_lens if case.forward.seq_lens_is_prefix else case.kv_lens)})"

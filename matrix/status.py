@@ -113,7 +113,7 @@ def _untried_controls(records: Sequence[Record], statuses: Sequence[str]) -> lis
 
 
 def axes(records: Iterable[Record]) -> str:
-    """What the cases cover: page sizes, head dims, dtypes, draft kinds."""
+    """What the cases cover: page sizes, head dims, dtypes, dtypes of quantised caches, draft kinds."""
     cases = [parse_case(record.case) for record in records]
     if not cases:
         return ""
@@ -121,7 +121,7 @@ def axes(records: Iterable[Record]) -> str:
     dtypes = [d for d in ("bf16", "fp16", "fp32") if d in {c.dtype for c in cases}]
     drafts = sorted({c.draft_kind for c in cases if c.draft_kind})
     span = f"p{pages[0]}" if len(pages) == 1 else f"p{pages[0]}-{pages[-1]}"
-    words = [span, "d" + "/".join(map(str, dims)), "/".join(dtypes)]
+    words = [span, "d" + "/".join(map(str, dims)), "/".join(dtypes), *sorted({f"kv{c.kv_dtype}" for c in cases if c.kv_dtype})]
     return " ".join(words + (["/".join(drafts)] if drafts else []))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.cases.modes import RunnerMode
@@ -46,6 +46,16 @@ class Conch(AttentionBackend):
         from conch.ops.attention.varlen_attention import varlen_attention
 
         self._paged_attention, self._varlen_attention = paged_attention, varlen_attention
+        self._one = torch.ones(1, device=context.device)  # the queries are not quantised
+        self._scales = [self._layer_scales(layer) for layer in range(context.num_layers)]
+
+    def _layer_scales(self, layer: int) -> dict[str, Any]:
+        """What both functions are told of a quantised cache."""
+        context = self.context
+        if context.kv is None or not context.kv.quantised:
+            return {}
+        k_scale, v_scale = (torch.tensor([scale], device=context.device) for scale in (context.k_scale(layer), context.v_scale(layer)))
+        return {"kv_cache_dtype": "fp8", "k_scale": k_scale, "v_scale": v_scale}
 
     def prepare_metadata(self, batch: Batch) -> None:
         size, longest = self.context.page_size, max(batch.kv_lens, default=0)
@@ -61,11 +71,13 @@ class Conch(AttentionBackend):
         context.kv.store(layer_id, batch.out_loc, k, v)
         keys, values = context.kv.k(layer_id), context.kv.v(layer_id)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        options = {"output": out, "scale": context.scale, "softcap": context.soft_cap or 0.0}
+        options = {"output": out, "scale": context.scale, "softcap": context.soft_cap or 0.0, **self._scales[layer_id]}
         if not batch.num_tokens:
             return out
         if batch.forward_mode is ForwardMode.DECODE:
             return self._paged_attention(q, keys, values, meta.page_table, meta.cache_seqlens, **options)
+        if self._scales[layer_id]:
+            options["q_scale"] = self._one
         return self._varlen_attention(
             q, keys, values, meta.cu_seqlens_q, meta.max_seqlen_q, meta.cache_seqlens, meta.max_seqlen_k, meta.page_table,
             causal=True, strict=True, **options,

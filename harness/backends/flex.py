@@ -44,7 +44,8 @@ class FlexMetadata:
 
 
 class Flex(AttentionBackend):
-    """One call per layer and batch; windows, trees and the page table are the mask, soft cap and ALiBi the score function."""
+    """One call per layer and batch; windows, trees and the page table are the mask, soft cap and ALiBi the score function. The scales of a
+    quantised cache go into the softmax scale and onto the output: the function has no arguments for them."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -111,12 +112,14 @@ class Flex(AttentionBackend):
             values,
             score_mod=score_of(meta.tables, self._soft_cap, context.alibi_slopes),
             block_mask=meta.block_masks[layer_id],
-            scale=context.scale,
+            scale=context.scale * context.k_scale(layer_id),
             enable_gqa=context.heads.group > 1,
             kernel_options=self._kernel_options(batch),
             return_aux=self._flex.AuxRequest(lse=True),
         )
         lse = aux.lse
+        if context.kv.quantised:
+            out = out * context.v_scale(layer_id)
         if context.sinks is not None:
             sinks = context.sinks[None, :, None]
             out, lse = (out * torch.sigmoid(lse - sinks)[..., None]).to(q.dtype), torch.logaddexp(lse, sinks)

@@ -120,7 +120,7 @@ class SglTriton(AttentionBackend):
         if not batch.num_tokens:
             return out
         keys, values = (pool(layer_id).view(-1, *k.shape[1:]) for pool in (context.kv.k, context.kv.v))
-        window = context.windows[layer_id]
+        window, scales = context.windows[layer_id], (context.k_scale(layer_id), context.v_scale(layer_id))
         rail = meta.rails[window]
         options: dict[str, Any] = {"logit_cap": context.soft_cap or 0.0, "sinks": context.sinks, "page_size": context.page_size}
         if meta.bias is not None:
@@ -128,12 +128,12 @@ class SglTriton(AttentionBackend):
         if batch.forward_mode is ForwardMode.DECODE:
             self._decode.decode_attention_fwd(
                 q, keys, values, out, rail.kv_indptr, rail.kv_indices, meta.logits, meta.lse, rail.splits, self._max_splits,
-                context.scale, 1.0, 1.0, use_pdl=self._early_launch, **options,
+                context.scale, *scales, use_pdl=self._early_launch, **options,
             )  # fmt: skip
             return out
         self._extend.extend_attention_fwd(
             q, k.contiguous(), v.contiguous(), out, keys, values, meta.qo_indptr, rail.kv_indptr, rail.kv_indices, meta.mask, True,
-            meta.mask_indptr, meta.max_new, 1.0, 1.0, context.scale,
+            meta.mask_indptr, meta.max_new, *scales, context.scale,
             sliding_window_size=-1 if window is None else window, window_kv_offsets=rail.offsets, **options,
         )  # fmt: skip
         return out
@@ -225,6 +225,15 @@ def _interpreter_limits(case: Case) -> Deferred | None:
     return None
 
 
+def _why_not(case: Case) -> Deferred | None:
+    if case.kv_dtype is not None and case.num_tokens and not _by_elements(case):
+        return Deferred(
+            "with an fp8 cache queries and weights are rounded to fp8 too, and an extend reads its new keys unquantised: not modelled",
+            issue="sglang/kernels/ops/attention: qk = tl.dot(q.to(k.dtype), k) and tl.dot(p.to(v.dtype), v)",
+        )
+    return None
+
+
 def _by_elements(case: Case) -> bool:
     """Decode with a key/value head for every query head takes a kernel without matrix products."""
     return case.forward is ForwardMode.DECODE and case.heads.group == 1
@@ -250,6 +259,7 @@ register(
         kind=AttentionKind.SOFTMAX,
         create=SglTriton,
         capabilities=Capabilities(
+            why_not=_why_not,
             interpreter_limits=_interpreter_limits,  # type: ignore[arg-type]  # wrong there without a refusal
             known_faults=(
                 KnownFault(

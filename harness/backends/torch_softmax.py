@@ -104,9 +104,8 @@ class TorchSoftmax(AttentionBackend):
         """``q`` ``[R, n, Hq, D]``, ``slots`` ``[R, L]``, ``visible`` and ``distance`` (key minus query position) ``[R, n, L]``."""
         context, window = self.context, self.context.windows[layer]
         assert context.kv is not None
-        page, at = slots // context.page_size, slots % context.page_size
-        keys = context.kv.by_page(context.kv.k(layer))[page, at].to(q.dtype)
-        values = context.kv.by_page(context.kv.v(layer))[page, at].to(q.dtype)
+        keys = self._gather(context.kv.k(layer), slots, context.k_scale(layer), q.dtype)
+        values = self._gather(context.kv.v(layer), slots, context.v_scale(layer), q.dtype)
         if window is not None:
             visible = visible & (distance > -window)
         dead = ~visible.any(dim=1)[..., None, None]
@@ -119,6 +118,13 @@ class TorchSoftmax(AttentionBackend):
         else:
             out = self._explicit(query, keys, values, visible[:, None], distance[:, None])
         return out.transpose(1, 2)
+
+    def _gather(self, pool: Tensor, slots: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """``[R, L, Hkv, D]``: what a physical tensor holds at ``slots``, multiplied by the scale of a quantised one."""
+        kv, size = self.context.kv, self.context.page_size
+        assert kv is not None
+        held = kv.by_page(pool)[slots // size, slots % size]
+        return (held.float() * scale).to(dtype) if kv.quantised else held
 
     def _explicit(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, distance: Tensor) -> Tensor:
         """Score options that SDPA lacks, scores in float32: ``q``, ``keys``, ``values`` ``[R, Hq, n or L, D]``."""

@@ -74,6 +74,8 @@ def _why_not(case: Case) -> Claim | None:
         return None
     if case.dtype == "fp32":
         return Blocked("fp16 and bf16 only", "RuntimeError", "only support fp16 and bf16")
+    if case.kv_dtype is not None:
+        return Blocked("keys and values of the queries' dtype only", "RuntimeError", "must have the same dtype")
     if case.page_size % 256:
         return Blocked("pages of a multiple of 256 tokens only", "RuntimeError", "block size must be divisible by 256")
     return None

@@ -100,11 +100,19 @@ class SoftmaxSubject(AttentionBackend):
         return plan.page_table[:, columns // size] * size + columns % size
 
     def read(self, slots: Tensor, layer: int, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[R, L, Hkv, D]``."""
+        """Keys and values ``[R, L, Hkv, D]``, of a quantised pool multiplied by its scales, in float32."""
         kv, size = self.context.kv, self.context.page_size
         assert kv is not None
         page, offset = slots // size, slots % size
-        return kv.by_page(kv.k(layer))[page, offset], kv.by_page(kv.v(layer))[page, offset]
+        keys, values = kv.by_page(kv.k(layer))[page, offset], kv.by_page(kv.v(layer))[page, offset]
+        if not kv.quantised:
+            return keys, values
+        k_scale, v_scale = self.kv_scales(layer, batch)
+        return keys.float() * k_scale, values.float() * v_scale
+
+    def kv_scales(self, layer: int, batch: Batch) -> tuple[float, float]:
+        """What a quantised pool's keys and values are multiplied by."""
+        return self.context.k_scale(layer), self.context.v_scale(layer)
 
     def rows(self, plan: Plan, batch: Batch) -> tuple[Tensor, Tensor]:
         """int64 ``[R, n]``: row of q of each request's i-th token, and bool ``[R, n]``: whether it has that many."""

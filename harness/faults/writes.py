@@ -57,9 +57,9 @@ class StridesFromShape(SoftmaxSubject):
         kv = self.context.kv
         assert kv is not None
         page, offset = batch.out_loc // kv.page_size, batch.out_loc % kv.page_size
-        for pool, given in ((kv.k(layer), k), (kv.v(layer), v)):
+        for pool, held in zip((kv.k(layer), kv.v(layer)), kv.as_held(layer, k, v), strict=True):
             packed = torch.as_strided(pool, pool.shape, torch.empty(pool.shape, device="meta").stride(), pool.storage_offset())
-            packed[page, offset] = given.to(kv.dtype)
+            packed[page, offset] = held
 
 
 class WriteAfterRead(SoftmaxSubject):
@@ -98,8 +98,8 @@ class LastValueNotWritten(SoftmaxSubject):
         kv = self.context.kv
         assert kv is not None
         page, offset = batch.out_loc // kv.page_size, batch.out_loc % kv.page_size
-        kept = kv.by_page(kv.v(layer))[page[-1:], offset[-1:]].to(v.dtype)
-        super().write(k, torch.cat([v[:-1], kept]), layer, batch)
+        kept = kv.by_page(kv.v(layer))[page[-1:], offset[-1:]].float() * self.context.v_scale(layer)
+        super().write(k, torch.cat([v[:-1], kept.to(v.dtype)]), layer, batch)
 
 
 class PhantomTokens(Writer):

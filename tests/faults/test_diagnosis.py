@@ -46,6 +46,8 @@ def found(fault: Fault, case: Case, mode: RunnerMode = RunnerMode.EAGER) -> Diag
         "B68",
         "B76",
         "X26",
+        "X90",
+        "X95",
         "B41",
         "B117",
         "B121",

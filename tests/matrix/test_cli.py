@@ -98,3 +98,7 @@ def test_explain_shows_pages_and_masks(tmp_path: Path) -> None:
     text = run("explain", "cross_page_boundary", cwd=tmp_path).stdout
     assert "request 0: 15 cached, 2 new; pages" in text
     assert "token   0  ###############|#." in text
+
+
+def test_explain_shows_the_scales_of_a_cache(tmp_path: Path) -> None:
+    assert "cached in fp8e4m3, their scales 0.37 and 1.9 in even layers" in run("explain", "fp8_decode", cwd=tmp_path).stdout
