@@ -20,19 +20,21 @@ def spread(count: int, seed: int) -> list[int]:
     if count < 2:
         return [last] * count
     chosen = [0, last, *rng.sample(range(1, last), count - 2)]
-    rng.shuffle(chosen)
+    while chosen == sorted(chosen):
+        rng.shuffle(chosen)
     return chosen
 
 
-def token_table(plan: PoolPlan, rows: Sequence[int], lens: Sequence[int], poison: Poison, seed: int) -> Tensor:
-    """int32 ``[rows, max_len]`` on the CPU, one page wider than the longest request; request r has row ``rows[r]``.
+def token_rows(plan: PoolPlan, lens: Sequence[int], poison: Poison, seed: int) -> Tensor:
+    """int32 ``[requests + SPARE_ROWS, max_len]`` on the CPU, one page wider than the longest request: the row of each request, then those of
+    nobody.
 
     Entries past a request's length are valid slots that it mostly does not own.
     """
     size = plan.page_size
     width = -(-max([1, *lens]) // size) * size + size
     rng, targets = random.Random(seed ^ 0x7AB1E), _padding_targets(plan, poison)
-    table = torch.empty(len(rows) + SPARE_ROWS, width, dtype=torch.int32)
+    table = torch.empty(len(lens) + SPARE_ROWS, width, dtype=torch.int32)
     columns = torch.arange(width) % size
     for row in range(table.shape[0]):
         pages = torch.tensor([rng.choice(targets) for _ in range(width // size)])
@@ -40,8 +42,17 @@ def token_table(plan: PoolPlan, rows: Sequence[int], lens: Sequence[int], poison
     for request, pages_of in enumerate(plan.tables):
         if pages_of:
             slots = torch.tensor(pages_of).repeat_interleave(size) * size + columns[: len(pages_of) * size]
-            table[rows[request], : len(slots)] = slots.int()
+            table[request, : len(slots)] = slots.int()
     return table
+
+
+def token_table(rows: Tensor, places: Sequence[int]) -> Tensor:
+    """The rows of :func:`token_rows` as a table: that of request r at ``places[r]``, those of nobody in between. Requests behind the last
+    place have none of their own."""
+    nobody = iter(range(len(rows) - SPARE_ROWS, len(rows)))
+    request_at = {place: request for request, place in enumerate(places)}
+    order = [request_at[place] if place in request_at else next(nobody) for place in range(len(places) + SPARE_ROWS)]
+    return rows[order]
 
 
 def _padding_targets(plan: PoolPlan, poison: Poison) -> list[int]:

@@ -18,7 +18,7 @@ from attnmatrix.harness.dtypes import TORCH_DTYPES
 from attnmatrix.harness.history import Histories
 from attnmatrix.harness.pools import KVPool, StatePool
 from attnmatrix.harness.probes import Poison, Probe, fill_keys, fill_states, fill_values
-from attnmatrix.harness.token_table import SPARE_ROWS, spread, token_table
+from attnmatrix.harness.token_table import SPARE_ROWS, spread, token_rows, token_table
 from attnmatrix.references.slopes import alibi_slopes, lightning_slopes
 
 UNTOUCHED = 54321.0
@@ -46,7 +46,8 @@ class World:
         seed = case.data_seed ^ probe.salt
         self.generator = torch.Generator().manual_seed(seed)
         self.num_requests = max((requests.stop for requests in numbered), default=0)
-        self.req_rows = spread(self.num_requests, seed)
+        taken_over = sum(step.case.batch_size for step in self.schedule.steps if step.follows == "recycled_rows")  # the last ones
+        self.req_rows = spread(self.num_requests - taken_over, seed)
         tracked = [r for requests, batch in zip(numbered, self.schedule.batches, strict=True) for r in _tracked(requests, batch)]
         slots = spread(self.num_requests + len(tracked), seed ^ 0x57A7E)  # another order: a row is no slot
         self.state_slots, self.track_slots = slots[: self.num_requests], dict(zip(tracked, slots[self.num_requests :], strict=True))
@@ -55,12 +56,11 @@ class World:
                 self.state_slots[requests.start : requests.stop] = [self.track_slots[first] for first in numbered[0]]
         self.histories = Histories()
         lens = [n for batch in owners for n in batch.kv_lens]
-        table = token_table(self.pool_plan, self.req_rows, lens, probe.poison, seed).to(device)
-        self._rows_of_requests = table[self.req_rows]  # what each request's row says while it is the request's
-        self.req_to_token = table
-        for before, requests, step in zip(numbered, numbered[1:], self.schedule.steps[1:], strict=False):
+        self._token_rows = token_rows(self.pool_plan, lens, probe.poison, seed).to(device)  # by request, while the row is the request's
+        self.req_to_token = token_table(self._token_rows, self.req_rows)
+        for before, step in zip(numbered, self.schedule.steps[1:], strict=False):
             if step.follows == "recycled_rows":
-                self.req_rows[requests.start : requests.stop] = self.req_rows[before.start : before.stop]
+                self.req_rows += self.req_rows[before.start : before.stop]
         self.entered = -1
         self.context = self._context()
         self._poison()
@@ -174,7 +174,7 @@ class World:
         step = self.steps[index]
         if step.follows == "recycled_rows":
             numbers = list(step.requests)
-            req_to_token[[self.req_rows[number] for number in numbers]] = self._rows_of_requests[numbers]
+            req_to_token[[self.req_rows[number] for number in numbers]] = self._token_rows[numbers]
         elif step.follows == "recycled_pages":
             self._store(index, kv, states)
 
@@ -226,7 +226,7 @@ class World:
 
     def slots(self, request: int, start: int, stop: int) -> Tensor:
         """int64 ``[stop - start]``: physical slots of a request's positions."""
-        return self._rows_of_requests[request, start:stop].long()
+        return self._token_rows[request, start:stop].long()
 
     def batch(self, index: int) -> Batch:
         """The unpadded batch of one step."""
