@@ -104,7 +104,7 @@ def test_the_adapter_passes_over_its_stand_in(name: str, mode: RunnerMode, case:
 
 
 @pytest.mark.parametrize(
-    "case", ["extend-p256-prefix5.9-new1.0-h4x2x32-bf16-shuffled", "extend-p256-prefix5.9-new2.0-h4x2x32-bf16-shuffled"]
+    "case", ["extend-p256-prefix5.9-new1.0-h4x2x32-bf16-shuffled", "extend-p256-prefix5.9-new2.0-h4x2x32-fp16-shuffled"]
 )
 def test_one_token_beside_a_request_without_any_is_a_known_fault(case: str) -> None:
     """In the case itself, or in a batch derived from it."""
