@@ -7,10 +7,11 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from attnmatrix.cases.case import AttentionKind, Case
+from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.backends import paged_kernel
 from attnmatrix.harness.backends.paged_kernel import PagedKernel, PagedMetadata, has_tree
-from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Conventions, NotApplicable
+from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Conventions, KnownFault, NotApplicable
 from attnmatrix.harness.registry import Row, installed_version, register
 from attnmatrix.harness.signature import has_parameter
 
@@ -83,8 +84,16 @@ def _why_not(case: Case) -> Claim | None:
         return Blocked("head dims to 256 only", "RuntimeError", "head dimension at most 256")
     kernel = next(dim for dim in KERNEL_DIMS if case.heads.dim <= dim)
     if kernel not in built_dims(installed_version(PACKAGE)):
-        return Blocked("a local build without this head dim", "RuntimeError", "^not built$")
+        return Blocked("a local build without this head dim", "RuntimeError", r"^not built\b")
     return None
+
+
+def _one_token_beside_none(case: Case, mode: RunnerMode) -> bool:
+    """Whether ``mha_varlen_fwd`` takes a batch for one token per request, whose heads of a group become rows (``seqlenq_ngroups_swapped``),
+    and it is not."""
+    unlimited = any(case.layer_window(layer) is None for layer in (0, 1))
+    uneven = max(case.new_lens, default=0) == 1 and case.num_tokens < case.batch_size
+    return uneven and case.heads.group > 1 and unlimited and not case.alibi
 
 
 SNIPPET = """
@@ -104,7 +113,17 @@ register(
         name="fa2",
         kind=AttentionKind.SOFTMAX,
         create=create,
-        capabilities=Capabilities(why_not=_why_not),
+        capabilities=Capabilities(
+            why_not=_why_not,
+            known_faults=(
+                KnownFault(
+                    _one_token_beside_none,
+                    finding="fa2_one_token_beside_none_raises",
+                    diagnosis="raises: is invalid for input of size",
+                    reason="max_seqlen_q == 1 under GQA is read as one token for each request: a request without a token makes a reshape fail",
+                ),
+            ),
+        ),
         conventions=Conventions(window="exclusive"),
         distributions=(PACKAGE,),
         devices=("cuda",),

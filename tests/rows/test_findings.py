@@ -23,6 +23,7 @@ SAME, OTHER = 5e-3, 0.3
 """Relative errors: equal but for the arithmetic of the machine (TF32 on a GPU), and plainly something else."""
 SHOWN = {
     "conch_causal_mask_ignores_prefix": ("top-left", "right"),
+    "fa2_one_token_beside_none_raises": ("alone", "beside a request without tokens"),
     "flashinfer_alibi_shifts_lse": ("slope times prefix larger", "right"),
     "flashinfer_fa2_head_dim_80_is_read_to_64": ("columns 64 to 79 as they were", "right"),
     "flashinfer_fa3_leaves_alibi_out": ("no bias", "right"),

@@ -26,6 +26,7 @@ from attnmatrix.harness.cell import CellResult, run_cell
 from attnmatrix.harness.context import Context
 from attnmatrix.harness.registry import find_row
 from attnmatrix.harness.signature import parameters
+from attnmatrix.matrix.findings import fa2_one_token_beside_none_raises
 
 EAGER, VERIFY, CG, VERIFY_CG = RunnerMode.EAGER, RunnerMode.VERIFY, RunnerMode.CG_DECODE, RunnerMode.VERIFY_CG
 PCG, BCG = RunnerMode.PCG_EXTEND, RunnerMode.BCG_EXTEND
@@ -38,7 +39,7 @@ ROWS: dict[str, tuple[ModuleType, Any]] = {
 PAGES = {"fa2": 256, "fa4": 16, "torch-varlen": 256}
 CELLS = (
     (EAGER, "extend-p{page}-prefix0.{page}.20-new18.7.1-h4x2x32-bf16-shuffled"),
-    (EAGER, "extend-p{page}-prefix5.9-new2.0-h4x2x32-fp16-shuffled"),
+    (EAGER, "extend-p{page}-prefix5.9-new2.0-h4x4x32-fp16-shuffled"),
     (EAGER, "mixed-p{page}-prefix0.20.33-new8.3.1-h4x4x32-bf16-shuffled-strided"),
     (EAGER, "decode-p{page}-prefix15.{page}.3-new1.1.1-h4x2x32-bf16-shuffled"),
     (EAGER, "decode-p{page}-prefix3.4.12-new1.1.1-h4x2x32-bf16-shuffled-w4"),
@@ -54,6 +55,9 @@ CELLS = (
 )
 OPTIONS = (
     ("fa2", EAGER, "extend-p256-prefix0.20-new8.3-h4x2x32-bf16-shuffled-cap5-gain4"),
+    ("fa2", EAGER, "extend-p256-prefix5.9-new1.1-h4x2x32-bf16-shuffled"),
+    ("fa2", EAGER, "extend-p256-prefix5.9-new1.0-h4x4x32-bf16-shuffled"),
+    ("fa2", EAGER, "extend-p256-prefix5.9-new1.0-h4x2x32-bf16-shuffled-w4"),
     ("fa2", EAGER, "extend-p256-prefix0.20-new8.3-h4x2x32-bf16-shuffled-alibi"),
     ("fa2", CG, "decode-p256-prefix20.9-new1.1-h4x2x32-bf16-shuffled-alibi"),
     ("fa4", EAGER, "extend-p16-prefix0.20-new8.3-h4x2x32-bf16-shuffled-cap5-gain4"),
@@ -97,6 +101,21 @@ def test_the_adapter_passes_over_its_stand_in(name: str, mode: RunnerMode, case:
     assert result.status == "pass", (result.reason, *result.details)
     if mode.uses_graph:
         assert all(trial.graph == "tape" and trial.replays >= 6 for trial in result.trials)
+
+
+@pytest.mark.parametrize(
+    "case", ["extend-p256-prefix5.9-new1.0-h4x2x32-bf16-shuffled", "extend-p256-prefix5.9-new2.0-h4x2x32-fp16-shuffled"]
+)
+def test_one_token_beside_a_request_without_any_is_a_known_fault(case: str) -> None:
+    """In the case itself, or in a batch derived from it."""
+    result = run("fa2", EAGER, case)
+    assert result.status == "known", (result.reason, *result.details)
+    assert "fa2_one_token_beside_none_raises" in result.reason
+
+
+def test_the_reproduction_shows_it_of_the_stand_in() -> None:
+    errors = fa2_one_token_beside_none_raises.main("cpu", FlashAttn2)
+    assert errors["alone"] < 5e-3 < 0.3 < errors["beside a request without tokens"]
 
 
 class TableOfTheCapture(PagedKernel):
@@ -173,6 +192,8 @@ BLOCKED = (
     ("fa2", "decode-p16-prefix5-new1-h4x2x64-bf16-shuffled", "divisible by 256"),
     ("fa2", "decode-p256-prefix5-new1-h4x2x64-fp32-shuffled", "only support fp16 and bf16"),
     ("fa3", "decode-p16-prefix5-new1-h4x2x64-bf16-shuffled", "does not support paged KV"),
+    ("fa3", "decode-p16-prefix5-new1-h4x2x64-fp16-shuffled", "does not support paged KV"),
+    ("fa3", "extend-p256-prefix5-new130-h4x2x64-fp16-shuffled", "does not support FP16"),
     ("fa3", "extend-p256-prefix5-new3-h4x2x64-bf16-shuffled-w4", "local attention"),
     ("fa3", "decode-p16-prefix5-new1-h4x2x64-fp32-shuffled", "only supports fp16, bf16"),
     ("fa4", "decode-p16-prefix5-new1-h4x2x64-fp32-shuffled", "inputs must be float16"),
@@ -210,6 +231,8 @@ def test_a_local_build_claims_the_head_dims_that_its_version_names(monkeypatch: 
     assert [type(claim) for claim in claims] == [Supported, Supported, Blocked, Supported, Blocked]
     assert fa2.built_dims("2.8.3+local.subset.64") == (64,)
     assert fa2.built_dims("2.8.3") == fa2.KERNEL_DIMS
+    assert isinstance(claims[2], Blocked)
+    assert all(re.search(claims[2].match, text) for text in ("not built", "not built\nException raised from run_mha_fwd"))
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ class FlashAttn2:
         _lengths("cu_seqlens_k", cu_seqlens_k, batch + 1)
         _causal(causal, max_seqlen_q, block_table, k.shape[1], max_seqlen_k)
         assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and alibi_slopes.shape == (q.shape[1],))
+        if max_seqlen_q == 1 and q.shape[1] > k.shape[2] and window_size[0] < 0 and window_size[1] < 0 and alibi_slopes is None:
+            q.reshape(batch, *q.shape[1:])
         lens = cu_seqlens_k.diff().clamp(max=max_seqlen_k)
         return paged_attention(q, k, v, cu_seqlens_q, lens, block_table, softmax_scale, _before(window_size), softcap, slopes=alibi_slopes)
 
@@ -157,6 +159,8 @@ class FlashAttn3Forward:
         _lengths("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q.numel())
         _lengths("seqused_k", cache_seqlens, cu_seqlens_q.numel() - 1)
         _check(_before(window_size) is None, "This flash attention build does not support local attention.")
+        by_tma = k_cache.shape[1] == 256 and q.shape[2] == 64 and max_seqlen_q * (q.shape[1] // k_cache.shape[2]) > 192
+        _check(not (by_tma and q.dtype == torch.float16), "This flash attention build does not support FP16.")
         raise RuntimeError("This flash attention build does not support paged KV.")
 
 
