@@ -6,14 +6,38 @@ import re
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads, Placement, Scratch
 from attnmatrix.cases.options import DRAFT_KINDS, DTYPES, parse_trees
+from attnmatrix.cases.validity import MOST_REQUESTS
+
+SHOWN = 300  # characters of a wrong id that are repeated to the user
+MOST_TURNS = 100_000
+
+
+MOST = 10_000_000  # no number of a case is larger; sizes have bounds of their own, see ``validity``
+
+
+class _TooLarge(ValueError):
+    """A number that would exhaust the machine before anything could be said about it."""
+
+
+def _whole(text: str, most: int = MOST) -> int:
+    if len(text) > len(str(MOST)) or int(text) > most:
+        raise _TooLarge(f"a number is larger than {most:,}")
+    return int(text)
 
 
 def _parse_lens(text: str) -> tuple[int, ...]:
     lens: list[int] = []
     for part in text.split(".") if text else []:
         value, _, count = part.partition("x")
-        lens += [int(value)] * int(count or 1)
+        lens += [_whole(value)] * _whole(count or "1", MOST_REQUESTS)
     return tuple(lens)
+
+
+def _checked_story(text: str) -> str:
+    """The text of a story whose counts, each of which may be so many turns, can be written out."""
+    for digits in re.findall(r"\d+", text):
+        _whole(digits, MOST_TURNS)
+    return text
 
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
@@ -40,16 +64,18 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
 
 def _parse_value(name: str, text: str) -> object:
     if name in ("page_size", "window", "seed"):
-        return int(text)
+        return _whole(text)
     if name in ("prefix_lens", "new_lens", "track_lens"):
         return _parse_lens(text)
     if name in ("soft_cap", "gain", "state_scale"):
         return float(text)
     if name == "shard":
         rank, ranks = text.split("of")
-        return int(rank), int(ranks)
+        return _whole(rank), _whole(ranks)
     if name == "heads":
-        return Heads(*(int(n) for n in text.split("x")))
+        return Heads(*(_whole(n) for n in text.split("x")))
+    if name == "story":
+        return _checked_story(text)
     if name == "trees":
         return parse_trees(text)
     return Scratch(text) if name == "scratch" else text
@@ -74,18 +100,21 @@ def _parse_word(word: str) -> tuple[str, object] | None:
 
 def parse_case(text: str) -> Case:
     """Inverse of ``Case.id``. Raises ValueError naming the part that is not understood or missing."""
+    shown = repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
     values: dict[str, object] = {}
     for word in re.split(r"(?<!\de)-", text):
         try:
             parsed = _parse_word(word)
+        except _TooLarge as error:
+            raise ValueError(f"case id {shown}: part {word[:SHOWN]!r}: {error}") from error
         except ValueError:
             parsed = None
         if parsed is None:
-            raise ValueError(f"unknown case id {text!r}: part {word!r} is not understood")
+            raise ValueError(f"unknown case id {shown}: part {word[:SHOWN]!r} is not understood")
         if parsed[0] in values:
-            raise ValueError(f"unknown case id {text!r}: {parsed[0]} is given twice")
+            raise ValueError(f"unknown case id {shown}: {parsed[0]} is given twice")
         values[parsed[0]] = parsed[1]
     missing = [n for n in ("forward", "page_size", "prefix_lens", "new_lens", "heads", "dtype", "placement") if n not in values]
     if missing:
-        raise ValueError(f"unknown case id {text!r}: {', '.join(missing)} missing")
+        raise ValueError(f"unknown case id {shown}: {', '.join(missing)} missing")
     return Case(**values)  # type: ignore[arg-type]

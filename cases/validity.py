@@ -11,10 +11,22 @@ from attnmatrix.cases.story import story_problem
 if TYPE_CHECKING:
     from attnmatrix.cases.case import Case
 
+MOST_REQUESTS = 4096
+MOST_ELEMENTS = 2**27
+"""Of one tensor of a case: a layer's keys, one request's scores, the queries, the states. The suites stay below a tenth of it; more is
+gigabytes, since the judgement holds several such tensors, in float64."""
+
 
 def problem_of(case: Case) -> str | None:
     """The first rule that ``case`` breaks, in words; None for a valid case."""
-    return _shape_problem(case) or _option_problem(case) or _kind_problem(case) or _forward_problem(case) or _state_problem(case)
+    return (
+        _shape_problem(case)
+        or _size_problem(case)
+        or _option_problem(case)
+        or _kind_problem(case)
+        or _forward_problem(case)
+        or _state_problem(case)
+    )
 
 
 def _shape_problem(case: Case) -> str | None:
@@ -27,6 +39,23 @@ def _shape_problem(case: Case) -> str | None:
         return "page size must be >= 1"
     if min(heads.q, heads.kv, heads.dim) < 1 or heads.q % heads.kv:
         return f"query heads must be a positive multiple of key/value heads, got {heads}"
+    return None
+
+
+def _size_problem(case: Case) -> str | None:
+    """What no machine should be asked to allocate."""
+    if case.batch_size > MOST_REQUESTS:
+        return f"{case.batch_size} requests, at most {MOST_REQUESTS} are tried"
+    heads, page, softmax = case.heads, case.page_size, case.kind == "softmax"
+    stored = sum(-(-total // page) * page for total in case.kv_lens) or page
+    for what, elements in (
+        ("keys", stored * heads.kv * heads.dim),
+        ("scores", max((n * total for n, total in zip(case.new_lens, case.kv_lens, strict=True)), default=0) * heads.q if softmax else 0),
+        ("queries", max(case.num_tokens, 1) * heads.q * heads.dim),
+        ("states", (case.batch_size or 1) * heads.q * heads.dim**2 if not softmax else 0),
+    ):
+        if elements > MOST_ELEMENTS:
+            return f"{elements:,} elements of {what}, at most {MOST_ELEMENTS:,} are tried"
     return None
 
 
