@@ -9,35 +9,20 @@ from attnmatrix.cases.options import DRAFT_KINDS, DTYPES, parse_trees
 from attnmatrix.cases.validity import MOST_REQUESTS
 
 SHOWN = 300  # characters of a wrong id that are repeated to the user
-MOST_TURNS = 100_000
 
 
-MOST = 10_000_000  # no number of a case is larger; sizes have bounds of their own, see ``validity``
-
-
-class _TooLarge(ValueError):
-    """A number that would exhaust the machine before anything could be said about it."""
-
-
-def _whole(text: str, most: int = MOST) -> int:
-    if len(text) > len(str(MOST)) or int(text) > most:
-        raise _TooLarge(f"a number is larger than {most:,}")
-    return int(text)
+class _TooMany(ValueError):
+    """More requests than any case has, told before they are written out."""
 
 
 def _parse_lens(text: str) -> tuple[int, ...]:
     lens: list[int] = []
     for part in text.split(".") if text else []:
         value, _, count = part.partition("x")
-        lens += [_whole(value)] * _whole(count or "1", MOST_REQUESTS)
+        if int(count or 1) > MOST_REQUESTS:
+            raise _TooMany(f"more than {MOST_REQUESTS} requests")
+        lens += [int(value)] * int(count or 1)
     return tuple(lens)
-
-
-def _checked_story(text: str) -> str:
-    """The text of a story whose counts, each of which may be so many turns, can be written out."""
-    for digits in re.findall(r"\d+", text):
-        _whole(digits, MOST_TURNS)
-    return text
 
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
@@ -64,18 +49,16 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
 
 def _parse_value(name: str, text: str) -> object:
     if name in ("page_size", "window", "seed"):
-        return _whole(text)
+        return int(text)
     if name in ("prefix_lens", "new_lens", "track_lens"):
         return _parse_lens(text)
     if name in ("soft_cap", "gain", "state_scale"):
         return float(text)
     if name == "shard":
         rank, ranks = text.split("of")
-        return _whole(rank), _whole(ranks)
+        return int(rank), int(ranks)
     if name == "heads":
-        return Heads(*(_whole(n) for n in text.split("x")))
-    if name == "story":
-        return _checked_story(text)
+        return Heads(*(int(n) for n in text.split("x")))
     if name == "trees":
         return parse_trees(text)
     return Scratch(text) if name == "scratch" else text
@@ -105,7 +88,7 @@ def parse_case(text: str) -> Case:
     for word in re.split(r"(?<!\de)-", text):
         try:
             parsed = _parse_word(word)
-        except _TooLarge as error:
+        except _TooMany as error:
             raise ValueError(f"case id {shown}: part {word[:SHOWN]!r}: {error}") from error
         except ValueError:
             parsed = None

@@ -62,15 +62,17 @@ WRONG: dict[str, str] = {
     "run --case deocde_page_boundary": "names like it: decode_page_boundary",
     "run --case zzzzzzzzzzz": "attnmatrix list cases",
     # ids of cases that are none, or that no machine should try
-    "run --case decode-p16-prefix99999999999-new1-h4x2x128-bf16-shuffled": "part 'prefix99999999999': a number is larger than",
+    "run --case decode-p16-prefix99999999999-new1-h4x2x128-bf16-shuffled": "elements of keys, at most",
     "run --case decode-p16-prefix9999999-new1-h4x2x128-bf16-shuffled": "elements of keys, at most",
-    "run --case decode-p16-prefix1x99999999999-new1-h4x2x128-bf16-shuffled": "a number is larger than 4,096",
-    "run --case decode-p1000000000000000000000000000000-prefix9-new1-h4x2x128-bf16-shuffled": "a number is larger than",
+    "run --case decode-p16-prefix1x99999999999-new1-h4x2x128-bf16-shuffled": "part 'prefix1x99999999999': more than 4096 requests",
+    "run --case decode-p1000000000000000000000000000000-prefix9-new1-h4x2x128-bf16-shuffled": "elements of keys, at most",
     "run --case extend-p1-prefix0-new100000-h4x2x1-bf16-shuffled": "elements of scores",
     "run --case decode-p0-prefix9-new1-h4x2x128-bf16-shuffled": "page size must be >= 1",
     "run --case decode-p16-prefix9-new1-h4x2x0-bf16-shuffled": "positive multiple",
     "run --case decode-p16-prefix9-new1-h4x2x128-bf16-shuffled-cap1e999": "soft cap must be positive and finite",
-    "explain lightning-extend-p16-prefix9-new1-h4x4x128-bf16-shuffled-thend99999999": "a number is larger than 100,000",
+    "explain lightning-extend-p16-prefix9-new1-h4x4x128-bf16-shuffled-thend99999999": "a number of the story is larger than 100000",
+    "explain lightning-extend-p16-prefix9-new1-h4x4x64-bf16-shuffled-shard1of99999999999": "elements of slopes",
+    "explain decode-p16-prefix9-new1-h4x2x64-bf16-shuffled-w99999999999": "a window is at most",
     "explain lightning-decode-p16-prefix9-new1-h4x4x99999-bf16-shuffled": "elements of states",
     # files to read
     **{f"{command} {file}": said for command in ("render --out x.md --evidence", "calibrate --out x.md --evidence") for file, said in {
