@@ -18,6 +18,7 @@ matrix: $(VENV)/installed
 test: $(VENV)/installed lint typecheck
 	$(BIN)/python -m pytest -q -n $(JOBS)
 	$(BIN)/attnmatrix render --check
+	$(BIN)/attnmatrix calibrate --check
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -6,12 +6,21 @@ import re
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads, Placement, Scratch
 from attnmatrix.cases.options import DRAFT_KINDS, DTYPES, parse_trees
+from attnmatrix.cases.validity import MOST_REQUESTS
+
+SHOWN = 300  # characters of a wrong id that are repeated to the user
+
+
+class _TooMany(ValueError):
+    """More requests than any case has, told before they are written out."""
 
 
 def _parse_lens(text: str) -> tuple[int, ...]:
     lens: list[int] = []
     for part in text.split(".") if text else []:
         value, _, count = part.partition("x")
+        if int(count or 1) > MOST_REQUESTS:
+            raise _TooMany(f"more than {MOST_REQUESTS} requests")
         lens += [int(value)] * int(count or 1)
     return tuple(lens)
 
@@ -74,18 +83,21 @@ def _parse_word(word: str) -> tuple[str, object] | None:
 
 def parse_case(text: str) -> Case:
     """Inverse of ``Case.id``. Raises ValueError naming the part that is not understood or missing."""
+    shown = repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
     values: dict[str, object] = {}
     for word in re.split(r"(?<!\de)-", text):
         try:
             parsed = _parse_word(word)
+        except _TooMany as error:
+            raise ValueError(f"case id {shown}: part {word[:SHOWN]!r}: {error}") from error
         except ValueError:
             parsed = None
         if parsed is None:
-            raise ValueError(f"unknown case id {text!r}: part {word!r} is not understood")
+            raise ValueError(f"unknown case id {shown}: part {word[:SHOWN]!r} is not understood")
         if parsed[0] in values:
-            raise ValueError(f"unknown case id {text!r}: {parsed[0]} is given twice")
+            raise ValueError(f"unknown case id {shown}: {parsed[0]} is given twice")
         values[parsed[0]] = parsed[1]
     missing = [n for n in ("forward", "page_size", "prefix_lens", "new_lens", "heads", "dtype", "placement") if n not in values]
     if missing:
-        raise ValueError(f"unknown case id {text!r}: {', '.join(missing)} missing")
+        raise ValueError(f"unknown case id {shown}: {', '.join(missing)} missing")
     return Case(**values)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from attnmatrix.cases.options import DRAFT_KINDS, DTYPES, KV_DTYPES
@@ -11,10 +12,24 @@ from attnmatrix.cases.story import goes_on, story_problem
 if TYPE_CHECKING:
     from attnmatrix.cases.case import Case
 
+MOST_REQUESTS = 4096
+MOST_TURNS = 100_000  # of a story, by any of its numbers
+MOST_WINDOW = 2**31 - 1  # kernels count keys in int32
+MOST_ELEMENTS = 2**27
+"""Of one tensor of a case: a layer's keys, one request's scores, the queries, the states. The suites stay below a tenth of it; more is
+gigabytes, since the judgement holds several such tensors, in float64."""
+
 
 def problem_of(case: Case) -> str | None:
     """The first rule that ``case`` breaks, in words; None for a valid case."""
-    return _shape_problem(case) or _option_problem(case) or _kind_problem(case) or _forward_problem(case) or _state_problem(case)
+    return (
+        _shape_problem(case)
+        or _size_problem(case)
+        or _option_problem(case)
+        or _kind_problem(case)
+        or _forward_problem(case)
+        or _state_problem(case)
+    )
 
 
 def _shape_problem(case: Case) -> str | None:
@@ -27,6 +42,28 @@ def _shape_problem(case: Case) -> str | None:
         return "page size must be >= 1"
     if min(heads.q, heads.kv, heads.dim) < 1 or heads.q % heads.kv:
         return f"query heads must be a positive multiple of key/value heads, got {heads}"
+    return None
+
+
+def _size_problem(case: Case) -> str | None:
+    """What no machine should be asked to allocate."""
+    if case.batch_size > MOST_REQUESTS:
+        return f"{case.batch_size} requests, at most {MOST_REQUESTS} are tried"
+    if any(len(digits) > 9 or int(digits) > MOST_TURNS for digits in re.findall(r"\d+", case.story)):
+        return f"a number of the story is larger than {MOST_TURNS}"
+    if (case.window or 0) > MOST_WINDOW:
+        return f"a window is at most {MOST_WINDOW}, got {case.window}"
+    heads, page, softmax = case.heads, case.page_size, case.kind == "softmax"
+    stored = sum(-(-total // page) * page for total in case.kv_lens) or page
+    for what, elements in (
+        ("keys", stored * heads.kv * heads.dim),
+        ("scores", max((n * total for n, total in zip(case.new_lens, case.kv_lens, strict=True)), default=0) * heads.q if softmax else 0),
+        ("queries", max(case.num_tokens, 1) * heads.q * heads.dim),
+        ("slopes", heads.q * case.shard[1]),
+        ("states", (case.batch_size or 1) * heads.q * heads.dim**2 if not softmax else 0),
+    ):
+        if elements > MOST_ELEMENTS:
+            return f"{elements:,} elements of {what}, at most {MOST_ELEMENTS:,} are tried"
     return None
 
 

@@ -6,9 +6,11 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import pkgutil
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +19,7 @@ from attnmatrix.cases.case import AttentionKind
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.capabilities import Capabilities, Claims, Conventions
 from attnmatrix.harness.context import Context
+from attnmatrix.harness.row_check import row_problem
 
 ENTRY_POINT_GROUP = "attnmatrix.backends"
 ALIASES = {"fa": ("fa3", "fa4", "fa2")}
@@ -76,13 +79,16 @@ _ROWS: dict[tuple[str, AttentionKind], Row] = {}
 
 
 def register(row: Row) -> Row:
-    """Add a row. Raises ValueError when its name is taken for its kind, or for what the machine decides."""
-    key = (row.name, row.kind)
+    """Add a row. Raises UsageError for a declaration that :func:`row_problem` rejects and for a name that is taken for the row's kind, or
+    for what the machine decides."""
+    problem = row_problem(row)
+    if problem:
+        raise UsageError(f"backend {row.name!r}: {problem}")
     if row.name in (*ALIASES, AUTO):
-        raise ValueError(f"backend name {row.name!r} stands for other rows")
-    if key in _ROWS:
-        raise ValueError(f"backend {row.name!r} is registered twice for {row.kind.value}")
-    _ROWS[key] = row
+        raise UsageError(f"backend {row.name!r}: this name stands for other rows")
+    if (row.name, row.kind) in _ROWS:
+        raise UsageError(f"backend {row.name!r} is registered twice for {row.kind.value}")
+    _ROWS[row.name, row.kind] = row
     return row
 
 
@@ -92,29 +98,52 @@ def _load_builtin() -> None:
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        entry.load()
+        _collect(f"entry point {entry.name!r} ({entry.value})", entry.load)
 
 
 def load_plugin(path: str | Path) -> None:
-    """Import a row file from anywhere. Raises UsageError when it cannot be read or registers nothing."""
+    """Import a row file from anywhere. Raises UsageError when it cannot be read, registers nothing or a bad row; then it adds no row."""
     path = Path(path)
     _load_builtin()
-    before = set(_ROWS)
     name = f"attnmatrix_plugin_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise UsageError(f"cannot read plugin {str(path)!r}: expected a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
     sys.modules[name] = module
+    before = len(_ROWS)
+
+    def execute() -> None:
+        loader.exec_module(module)
+        if len(_ROWS) == before:
+            raise UsageError("registers no backend")
+
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+        _collect(f"plugin {str(path)!r}", execute)
+    except UsageError:
         del sys.modules[name]
-        raise UsageError(f"plugin {str(path)!r} failed to import: {type(error).__name__}: {error}") from error
-    if set(_ROWS) == before:
-        raise UsageError(f"plugin {str(path)!r} registers no backend")
+        raise
+
+
+def _collect(what: str, load: Callable[[], object]) -> None:
+    """Import foreign rows. What that prints goes to stderr, so that ``--json`` stays JSON; of a failed import, its last line is told.
+
+    Raises UsageError, and takes back what was registered, when it fails.
+    """
+    before = dict(_ROWS)
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            load()
+    except (Exception, SystemExit) as error:
+        _ROWS.clear()
+        _ROWS.update(before)
+        problem = str(error) if isinstance(error, UsageError) else f"failed to import: {type(error).__name__}: {error}"
+        last = printed.getvalue().strip().rpartition("\n")[2]
+        raise UsageError(f"{what}: {problem}" + (f"; it printed {last!r}" if last else "")) from error
+    sys.stderr.write(printed.getvalue())
 
 
 def rows() -> tuple[Row, ...]:

@@ -3,76 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from attnmatrix.harness.registry import UsageError
+from attnmatrix.matrix.cli_list import Json, Names, listing
 from attnmatrix.matrix.containment import DEFAULT_LIMIT
+from attnmatrix.matrix.usage import run_app
+from attnmatrix.matrix.whole_file import check_place, write_whole
 
 MOST_CRASHES = 1000  # processes that a run replaces; pytest-xdist gives up after 4 a worker
+MOST_WORKERS, MOST_CASES, MOST_SECONDS = 512, 1_000_000, 7 * 24 * 3600  # a typing error beyond these would exhaust the machine
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-listing = typer.Typer(no_args_is_help=True, help="List what is known: backends, modes, cases.")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(listing, name="list")
 
-Names = Annotated[list[str] | None, typer.Option()]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 EvidenceDir = Annotated[Path | None, typer.Option(help="evidence file or folder; default: the committed one")]
-
-
-def _print(rows: list[dict[str, object]], as_json: bool, key: str) -> None:
-    from tabulate import tabulate
-
-    typer.echo(json.dumps({key: rows}) if as_json else tabulate(rows, headers="keys"))
-
-
-@listing.command("backends")
-def list_backends(as_json: Json = False, plugin: Names = None) -> None:
-    """The rows: kind, packages with their installed versions, devices."""
-    from attnmatrix.matrix.selection import Selection
-
-    found: list[dict[str, object]] = []
-    for row in Selection(plugins=tuple(plugin or ())).rows():
-        packages = ", ".join(f"{name} {row.version(name) or 'not installed'}" for name in row.distributions)
-        where = "/".join(row.devices) + (" (interpreted on cpu)" if row.interpreted else "")
-        found.append({"backend": row.name, "kind": row.kind.value, "packages": packages, "devices": where, "what": row.summary})
-    _print(found, as_json, "backends")
-
-
-@listing.command("modes")
-def list_modes(as_json: Json = False) -> None:
-    """The runner modes: the columns."""
-    from attnmatrix.cases.modes import RunnerMode
-    from attnmatrix.harness.adapted_modes import ADAPTED_MODES
-
-    _print(
-        [
-            {"mode": m.value, "column": m.column, "drives": "/".join(f.value for f in m.forward_modes), "adapter": "yes" if m in ADAPTED_MODES else "not yet"}
-            for m in RunnerMode
-        ],
-        as_json,
-        "modes",
-    )  # fmt: skip
-
-
-@listing.command("cases")
-def list_cases(as_json: Json = False, mode: Names = None) -> None:
-    """The cases of each kind and mode."""
-    from attnmatrix.cases.case import AttentionKind
-    from attnmatrix.cases.suites import suite
-    from attnmatrix.matrix.selection import parse_modes
-
-    found: dict[str, dict[str, object]] = {}
-    for kind in AttentionKind:
-        for runner in parse_modes(tuple(mode or ())):
-            for case in suite(kind, runner):
-                entry = found.setdefault(case.id, {"case": case.id, "name": case.name, "kind": kind.value, "modes": ""})
-                entry["modes"] = f"{entry['modes']} {runner.value}".strip()
-    _print(list(found.values()), as_json, "cases")
 
 
 @app.command()
@@ -81,9 +31,9 @@ def run(
     mode: Annotated[list[str] | None, typer.Option(help="runner mode; repeatable")] = None,
     case: Annotated[list[str] | None, typer.Option(help="case id or name; repeatable")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda")] = None,
-    workers: Annotated[int, typer.Option("-n", min=0, help="worker processes; 0 runs in this one")] = 0,
+    workers: Annotated[int, typer.Option("-n", min=0, max=MOST_WORKERS, help="worker processes; 0 runs in this one")] = 0,
     limit: Annotated[
-        int, typer.Option("--time-limit", min=1, help="seconds after which a cell in a worker (-n) ends as crash")
+        int, typer.Option("--time-limit", min=1, max=MOST_SECONDS, help="seconds after which a cell in a worker (-n) ends as crash")
     ] = DEFAULT_LIMIT,
     full: Annotated[bool, typer.Option("--full", help="interpreted rows run every case")] = False,
     evidence: Annotated[Path | None, typer.Option(help="write the records to this file")] = None,
@@ -99,20 +49,8 @@ def run(
     if not cells:
         raise UsageError("no cell to run: " + ("; ".join(chosen.not_run()) or "no case of this kind belongs to this mode"))
     if evidence is not None:
-        _prepare(evidence)
+        check_place(evidence)
     raise typer.Exit(_pytest(chosen, workers, limit, evidence))
-
-
-def _prepare(evidence: Path) -> None:
-    """Make the folder of a file that is written when all has run. Raises UsageError when it could not be written there."""
-    if evidence.is_dir():
-        raise UsageError(f"--evidence names a file, and {str(evidence)!r} is a folder")
-    try:
-        evidence.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write evidence {str(evidence)!r}: {error.strerror}") from error
-    if not os.access(evidence.parent, os.W_OK):
-        raise UsageError(f"cannot write evidence {str(evidence)!r}: its folder is read-only")
 
 
 def _pytest(chosen: object, workers: int, limit: int, evidence: Path | None) -> int:
@@ -145,16 +83,17 @@ def render(
     check: Annotated[bool, typer.Option("--check", help="write nothing; exit 1 when the file differs")] = False,
 ) -> None:
     """Regenerate MATRIX.md from evidence."""
-    from attnmatrix.matrix import healthy as false_alarms
     from attnmatrix.matrix.evidence_file import COMMITTED, read
+    from attnmatrix.matrix.healthy import Healthy
+    from attnmatrix.matrix.kept import read_kept
     from attnmatrix.matrix.kill_score import load
-    from attnmatrix.matrix.render import MATRIX_FILE, README_FILE, render_matrix, render_readme
+    from attnmatrix.matrix.render import MATRIX_FILE, render_matrix
+    from attnmatrix.matrix.render_readme import README_FILE, render_readme
 
     records = read(evidence or COMMITTED)
-    score_file = (evidence or COMMITTED) / "kill_score.json"
-    scores = load(score_file) if score_file.is_file() else {}
+    scores = load((evidence or COMMITTED) / "kill_score.json")
     alarms_file = (evidence or COMMITTED) / "healthy.json"
-    alarms = false_alarms.load(alarms_file) if alarms_file.is_file() else None
+    alarms = read_kept(alarms_file, Healthy) if alarms_file.is_file() else None
     texts = {out or MATRIX_FILE: render_matrix(records, scores, alarms)}
     if out is None and README_FILE.is_file():
         texts[README_FILE] = render_readme(records, README_FILE.read_text(), scores)
@@ -169,8 +108,7 @@ def _write_or_check(texts: dict[Path, str], check: bool, command: str) -> None:
             typer.echo(f"{path} differs from what the evidence gives; run '{command}'", err=True)
         raise typer.Exit(1 if differing else 0)
     for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        write_whole(path, text.encode())
         typer.echo(f"wrote {path}")
 
 
@@ -179,11 +117,10 @@ def explain(
     case: str, mode: Annotated[str | None, typer.Option(help="runner mode; default: the first that drives the case")] = None
 ) -> None:
     """Show a case's layout as text: tables, masks, which token sees what."""
-    from attnmatrix.cases.suites import modes_of
     from attnmatrix.matrix.explain import explain_case
-    from attnmatrix.matrix.selection import find_cases, parse_modes
+    from attnmatrix.matrix.selection import explained_mode, find_cases
 
-    texts = [explain_case(found, parse_modes((mode,))[0] if mode else modes_of(found)[0]) for found in find_cases(case)]
+    texts = [explain_case(found, explained_mode(found, mode)) for found in find_cases(case)]
     typer.echo("\n\n".join(texts))
 
 
@@ -192,12 +129,17 @@ def planted_faults(
     rule: Annotated[str, typer.Option(help="ours, or fixed: a fixed-tolerance suite on the same faults")] = "ours",
     kind: Names = None,
     as_json: Json = False,
-    workers: Annotated[int, typer.Option("-n", min=1, help="worker processes")] = 2,
+    workers: Annotated[int, typer.Option("-n", min=1, max=MOST_WORKERS, help="worker processes")] = 2,
     save_to: Annotated[Path | None, typer.Option("--save", help="keep the score in this file")] = None,
 ) -> None:
     """Kill score: which planted faults the judgement rejects, by kind. Exit 1 when one survives rule 'ours'."""
+    from attnmatrix.harness.faults.score import check_rule
     from attnmatrix.matrix import kill_score
 
+    check_rule(rule, tuple(kind or ()))
+    if save_to is not None:
+        check_place(save_to)
+        kill_score.load(save_to)
     found = kill_score.kill_score(rule, tuple(kind or ()), workers, lambda line: typer.echo(line, err=True))
     if save_to is not None:
         kill_score.save(found, save_to)
@@ -212,20 +154,23 @@ def planted_faults(
 
 @app.command()
 def healthy(
-    cases: Annotated[int, typer.Option(min=1, help="random cases")] = 3000,
+    cases: Annotated[int, typer.Option(min=1, max=MOST_CASES, help="random cases")] = 3000,
     seed: Annotated[int, typer.Option(min=0, help="another seed, other cases")] = 0,
     as_json: Json = False,
-    workers: Annotated[int, typer.Option("-n", min=1, help="worker processes")] = 2,
+    workers: Annotated[int, typer.Option("-n", min=1, max=MOST_WORKERS, help="worker processes")] = 2,
     save_to: Annotated[Path | None, typer.Option("--save", help="keep the outcome in this file")] = None,
 ) -> None:
     """False alarms: right rows on random cases. Exit 1 when one verdict fails."""
     import msgspec
 
     from attnmatrix.matrix import healthy as false_alarms
+    from attnmatrix.matrix.kept import keep
 
+    if save_to is not None:
+        check_place(save_to)
     found = false_alarms.run_healthy(cases, seed, workers, lambda line: typer.echo(line, err=True))
     if save_to is not None:
-        false_alarms.save(found, save_to)
+        keep(save_to, found)
     typer.echo(msgspec.json.encode(found).decode() if as_json else false_alarms.report(found))
     raise typer.Exit(int(bool(found.alarms)))
 
@@ -243,21 +188,6 @@ def calibrate(
     _write_or_check({out or CALIBRATION_FILE: calibration(read(evidence or COMMITTED))}, check, "attnmatrix calibrate")
 
 
-@listing.command("faults")
-def list_faults(as_json: Json = False) -> None:
-    """The planted faults, and the listed ones that are not run."""
-    from attnmatrix.harness.faults.fault import faults, not_injected
-
-    found: list[dict[str, object]] = [
-        {"fault": f.id, "kind": f.kind, "status": "injected", "attention": f.attention.value, "title": f.title, "source": f.source}
-        for f in faults()
-    ]
-    found += [
-        {"fault": n.id, "kind": n.kind, "status": n.status, "attention": "", "title": n.title, "source": n.reason} for n in not_injected()
-    ]
-    _print(found, as_json, "faults")
-
-
 @app.command()
 def repro(
     case: str,
@@ -266,45 +196,43 @@ def repro(
     plugin: Names = None,
 ) -> None:
     """Write a stand-alone script, with torch and the row's package only, that shows what the row does with a case."""
-    from attnmatrix.harness.registry import find_row
     from attnmatrix.matrix.repro import repro_script
-    from attnmatrix.matrix.selection import Selection, find_cases
+    from attnmatrix.matrix.selection import Selection, row_and_case
 
     Selection(plugins=tuple(plugin or ())).rows()
-    text = repro_script(find_row(backend, find_cases(case)[0].kind), find_cases(case)[0])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text)
+    text = repro_script(*row_and_case(backend, case))
+    write_whole(out, text.encode())
     typer.echo(f"wrote {out}: {len(text.splitlines())} lines; run it with the package installed")
 
 
 @app.command()
 def compare(old: Path, new: Path, as_json: Json = False) -> None:
-    """What changed between two evidence sets; exit 1 on a regression."""
-    from attnmatrix.matrix.compare import compare_evidence
+    """What changed between two evidence sets, on the devices of the new one; exit 1 on a regression."""
+    from attnmatrix.matrix.compare import compare_evidence, devices_left_out
     from attnmatrix.matrix.evidence_file import read
 
-    changes = compare_evidence(read(old), read(new))
+    before, after = read(old), read(new)
+    left_out = devices_left_out(before, after)
+    changes = compare_evidence([record for record in before if record.device not in left_out], after)
     if as_json:
-        typer.echo(json.dumps({"changes": [change.as_dict() for change in changes]}))
+        typer.echo(json.dumps({"changes": [change.as_dict() for change in changes], "devices_left_out": left_out}))
     else:
         for change in changes:
             typer.echo(change.line())
+        for device in left_out:
+            typer.echo(f"not compared: {device}, of which the new evidence has no record")
         typer.echo(f"{len(changes)} cells changed, {sum(change.regression for change in changes)} regressions")
     raise typer.Exit(1 if any(change.regression for change in changes) else 0)
 
 
 @app.command("new-backend")
-def new_backend(name: str, out: Annotated[Path | None, typer.Option(help="file to write; default: NAME.py")] = None) -> None:
+def new_backend(name: str, out: Annotated[Path | None, typer.Option(help="file to write; default: NAME_row.py")] = None) -> None:
     """Write a row to fill in."""
     from attnmatrix.matrix.scaffold import write_row
 
     typer.echo(write_row(name, out))
 
 
-def main() -> None:
-    """Entry point: usage errors become one line and exit code 2."""
-    try:
-        app()
-    except UsageError as error:
-        typer.echo(f"attnmatrix: {error}", err=True)
-        sys.exit(2)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: runs a command line, that of the process by default, and exits with its code."""
+    sys.exit(run_app(app, sys.argv[1:] if arguments is None else arguments))

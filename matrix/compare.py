@@ -43,6 +43,11 @@ def compare_evidence(old: Iterable[Record], new: Iterable[Record]) -> list[Chang
     return changes
 
 
+def devices_left_out(old: Iterable[Record], new: Iterable[Record]) -> list[str]:
+    """Devices that only the old evidence has: a run on one machine says nothing about another."""
+    return sorted({record.device for record in old} - {record.device for record in new})
+
+
 def _by_cell(records: Iterable[Record]) -> dict[tuple[str, str, str, str], str]:
     statuses: dict[tuple[str, str, str, str], str] = {}
     for record in sorted(records, key=lambda record: record.utc):

@@ -9,6 +9,7 @@ import msgspec
 
 from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.record import Record
+from attnmatrix.matrix.record_check import record_problem
 from attnmatrix.matrix.whole_file import write_whole
 
 COMMITTED = Path(__file__).resolve().parent / "evidence"
@@ -18,7 +19,7 @@ _encoder = msgspec.json.Encoder(order="deterministic")
 
 
 def read_file(path: Path) -> list[Record]:
-    """Records of one file. Raises UsageError naming file and line when it is not whole."""
+    """Records of one file. Raises UsageError naming file and line when it is not whole, or holds something that no run records."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -28,9 +29,15 @@ def read_file(path: Path) -> list[Record]:
     records = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            records.append(_decoder.decode(line))
-        except msgspec.DecodeError as error:
+            record = _decoder.decode(line)
+        except (msgspec.DecodeError, RecursionError) as error:
             raise UsageError(f"evidence {str(path)!r}, line {number}: {error}") from error
+        problem = record_problem(record)
+        if problem:
+            raise UsageError(f"evidence {str(path)!r}, line {number}: {problem}")
+        records.append(record)
+    if not records:
+        raise UsageError(f"evidence {str(path)!r} holds no record")
     return records
 
 

@@ -17,7 +17,17 @@ TOP = Path(__file__).resolve().parent.parent
 _CASES = ("case", "handoff", "modes", "options", "placement", "schedule", "story")
 _REFERENCES = {AttentionKind.SOFTMAX: ("softmax", "visibility", "slopes"), AttentionKind.LIGHTNING: ("decayed_state", "slopes")}
 _APART = (
-    *("adapted_modes", "backend", "choose", "coverage", "hybrid", "lazy", "registry", "row_suite"),  # say what is run, not how it is judged
+    *(
+        "adapted_modes",
+        "backend",
+        "choose",
+        "coverage",
+        "hybrid",
+        "lazy",
+        "registry",
+        "row_check",
+        "row_suite",
+    ),  # say what is run, not how it is judged
     *("diagnose", "forced", "locate", "matching"),  # explain a verdict that stands
     *("draft_masks", "wheel_modules"),  # count for the rows that name them among their sources
     *(

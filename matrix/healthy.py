@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count, islice
-from pathlib import Path
 from time import perf_counter
 
 import msgspec
@@ -18,10 +17,9 @@ from attnmatrix.cases.sampling import random_cases
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.capabilities import Supported
 from attnmatrix.harness.probes import PROBES
-from attnmatrix.harness.registry import Row, UsageError, find_row, rows
+from attnmatrix.harness.registry import Row, find_row, rows
 from attnmatrix.harness.row_suite import is_sampled
 from attnmatrix.harness.trial import describe, run_trial
-from attnmatrix.matrix.whole_file import write_whole
 from attnmatrix.matrix.workers import worker_pool
 
 CPU = torch.device("cpu")
@@ -144,16 +142,3 @@ def report(found: Healthy) -> str:
     lines += [f"ALARM {a.row} {a.mode} {a.case} ({a.probe}): {a.reason}" for a in found.alarms]
     lines.append(f"{found.cases} healthy cases, {len(found.alarms)} failing verdicts, worst margin {found.margin:.2f}")
     return "\n".join(lines)
-
-
-def load(path: Path) -> Healthy:
-    """A kept outcome. Raises UsageError when it cannot be read."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Healthy)
-    except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
-
-
-def save(found: Healthy, path: Path) -> None:
-    """Keep the outcome; written whole or not at all."""
-    write_whole(path, msgspec.json.format(msgspec.json.encode(found, order="deterministic"), indent=1) + b"\n")

@@ -10,8 +10,7 @@ from tabulate import tabulate
 
 from attnmatrix.harness.faults.fault import faults, not_injected
 from attnmatrix.harness.faults.score import CRASHED, KILLED, FaultScore, check_rule, score_fault
-from attnmatrix.harness.registry import UsageError
-from attnmatrix.matrix.whole_file import write_whole
+from attnmatrix.matrix.kept import keep, read_kept
 from attnmatrix.matrix.workers import worker_pool
 
 
@@ -110,18 +109,13 @@ def report(found: KillScore) -> str:
 
 
 def save(found: KillScore, path: Path) -> None:
-    """Keep the score in a file of scores by rule; written whole or not at all."""
-    known = load(path) if path.is_file() else {}
-    text = msgspec.json.format(msgspec.json.encode({**known, found.rule: found}, order="deterministic"), indent=1)
-    write_whole(path, text + b"\n")
+    """Keep the score in a file of scores by rule."""
+    keep(path, {**load(path), found.rule: found})
 
 
 def load(path: Path) -> dict[str, KillScore]:
-    """Scores by rule. Raises UsageError when the file cannot be read."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, KillScore])
-    except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"cannot read kill scores {str(path)!r}: {error}") from error
+    """Scores by rule, none when there is no such file. Raises UsageError when it cannot be read."""
+    return read_kept(path, dict[str, KillScore]) if path.is_file() else {}
 
 
 def side_by_side(scores: Mapping[str, KillScore]) -> list[tuple[str, Sequence[str]]]:

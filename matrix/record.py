@@ -41,7 +41,7 @@ class ProbeRecord(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Record(msgspec.Struct, frozen=True):
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run of one case by one row in one mode. ``case_hash`` with row, mode, device, graph kind and versions is the key."""
 
     backend: str

@@ -14,7 +14,7 @@ from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.properties import PROPERTIES
-from attnmatrix.harness.registry import UsageError, rows
+from attnmatrix.harness.registry import rows
 from attnmatrix.matrix.healthy import Healthy
 from attnmatrix.matrix.kill_score import KillScore, side_by_side
 from attnmatrix.matrix.record import Record
@@ -23,7 +23,6 @@ from attnmatrix.matrix.status import AS_DECLARED, ORDER, Cell, short_device, sum
 
 HERE = Path(__file__).resolve().parent
 MATRIX_FILE = HERE / "MATRIX.md"
-README_FILE = HERE.parent / "README.md"
 RULES = {
     "ours": "this harness",
     "fixed": "fixed tolerances (ten layouts, zeros in unused slots, atol = rtol = 3e-2, 1e-1 in graph and verify modes)",
@@ -50,10 +49,10 @@ class PairTable:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why cases are not plain passes: one line for each distinct reason of a row and mode."""
+    """Why cases are not plain passes: one line for each distinct reason of a row on a device, with the modes that met it."""
 
     row: str
-    mode: str
+    modes: list[str]
     device: str
     status: str
     count: int
@@ -65,7 +64,8 @@ class Reason:
 def render_matrix(records: Sequence[Record], scores: Mapping[str, KillScore] | None = None, healthy: Healthy | None = None) -> str:
     """The whole page; every cell comes from ``records``, rows without any show ``–``. ``scores``: kill scores by rule."""
     present = current_fingerprints(rows())
-    statuses = [_status(record, present) for record in records]
+    statuses = [status_now(record, present) for record in records]
+    reasons = _reasons(records, statuses)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     return environment.get_template("matrix.md.j2").render(
@@ -75,7 +75,9 @@ def render_matrix(records: Sequence[Record], scores: Mapping[str, KillScore] | N
         margins=_margins(records, statuses),
         properties=_properties(records),
         property_names=PROPERTIES,
-        reasons=_reasons(records, statuses),
+        unbuilt=[mode.column for mode in RunnerMode if mode not in ADAPTED_MODES],
+        open_reasons=[reason for reason in reasons if reason.status not in AS_DECLARED],
+        declared_reasons=[reason for reason in reasons if reason.status in AS_DECLARED],
         environments=_environments(records),
         kills=side_by_side(scores or {}),
         rules=[rule for rule in RULES if rule in (scores or {})],
@@ -86,64 +88,24 @@ def render_matrix(records: Sequence[Record], scores: Mapping[str, KillScore] | N
     )
 
 
-def render_readme(records: Sequence[Record], readme: str, scores: Mapping[str, KillScore] | None = None) -> str:
-    """``readme`` with the short tables and the kill scores between their markers; only the modes that have an adapter.
-
-    Raises UsageError without markers.
-    """
-    return _between(_between(readme, "matrix", _short_tables(records)), "kill-score", _short_scores(scores or {}))
-
-
-def _between(text: str, name: str, content: str) -> str:
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
-        raise UsageError(f"README.md has no {begin} ... {end}")
-    return f"{before}{begin}\n{content}\n{end}{after}"
-
-
-def _short_scores(scores: Mapping[str, KillScore]) -> str:
-    lines = ["", "| judged by | planted faults killed |", "|---|---|"]
-    lines += [
-        f"| {RULES[rule]} | {scores[rule].killed} of {scores[rule].total} ({scores[rule].percent:.1f} %) |"
-        for rule in RULES
-        if rule in scores
-    ]
-    return "\n".join([*lines, ""])
-
-
-def _short_tables(records: Sequence[Record]) -> str:
-    present = current_fingerprints(rows())
-    grouped = _cells(records, [_status(record, present) for record in records])
-    modes = [mode for mode in RunnerMode if mode in ADAPTED_MODES]
-    lines = []
-    for kind in AttentionKind:
-        lines += ["", f"| {kind.value} | " + " | ".join(mode.column for mode in modes) + " |", "|---|" + "---|" * len(modes)]
-        for name in _row_names(records, kind):
-            cells = [grouped.get((kind.value, name, mode.value), []) for mode in modes]
-            lines.append(f"| `{name}` | " + " | ".join("<br>".join(cell.short() for cell in found) or "–" for found in cells) + " |")
-    return "\n".join([*lines, ""])
-
-
-def _row_names(records: Sequence[Record], kind: AttentionKind) -> list[str]:
+def row_names(records: Sequence[Record], kind: AttentionKind) -> list[str]:
     """Registered rows of a kind, then rows that only the records know."""
     recorded = {r.backend: None for r in records if r.kind == kind.value and "," not in r.backend}
     return list({row.name: None for row in rows() if row.kind is kind} | recorded)
 
 
-def _status(record: Record, present: dict[tuple[AttentionKind, str, RunnerMode], str]) -> str:
+def status_now(record: Record, present: dict[tuple[AttentionKind, str, RunnerMode], str]) -> str:
     """The record's status, ``stale`` for a verdict of other code; a row that is not registered here cannot be checked."""
     current = present.get((AttentionKind(record.kind), record.backend, RunnerMode(record.mode)))
     return record.status if current in (None, record.fingerprint) else "stale"
 
 
 def _tables(records: Sequence[Record], statuses: Sequence[str]) -> list[Table]:
-    grouped = _cells(records, statuses)
+    grouped = cells_of(records, statuses)
     tables = []
     for kind in AttentionKind:
         body = []
-        for name in _row_names(records, kind):
+        for name in row_names(records, kind):
             texts = []
             for mode in RunnerMode:
                 found = grouped.get((kind.value, name, mode.value), [])
@@ -172,7 +134,7 @@ def _counts(found: Counter[str]) -> str:
     return ", ".join(f"{found[status]} {status}" for status in ORDER if found[status]) or "–"
 
 
-def _cells(records: Sequence[Record], statuses: Sequence[str]) -> dict[tuple[str, str, str], list[Cell]]:
+def cells_of(records: Sequence[Record], statuses: Sequence[str]) -> dict[tuple[str, str, str], list[Cell]]:
     """Cells by kind, row and mode: one for each device, GPUs first."""
     groups: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, record in enumerate(records):
@@ -228,13 +190,38 @@ def _reasons(records: Sequence[Record], statuses: Sequence[str]) -> list[Reason]
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for record, status in zip(records, statuses, strict=True):
         if status not in ("pass", "stale"):
-            diagnosis = re.split(", error |; nearest", record.diagnosis)[0]
-            groups[record.backend, record.kind, record.mode, record.device, status, record.reason, diagnosis].append(record)
-    ordered = sorted(groups.items(), key=lambda item: (ORDER.index(item[0][4]), item[0]))
-    return [
-        Reason(f"{row} ({kind})", mode, short_device(device), status, len(found), reason, diagnosis, found[0].case)
-        for (row, kind, mode, device, status, reason, diagnosis), found in ordered
-    ]
+            diagnosis = _diagnosis(record)
+            reason = record.reason
+            if status not in AS_DECLARED:
+                reason, diagnosis = _numberless(reason), _numberless(diagnosis)
+            groups[record.backend, record.kind, record.device, status, reason, diagnosis].append(record)
+    ordered = sorted(groups.items(), key=lambda item: (ORDER.index(item[0][3]), item[0]))
+    return [_reason(status, found) for (_, _, _, status, _, _), found in ordered]
+
+
+def _reason(status: str, found: Sequence[Record]) -> Reason:
+    """The line of records that fail alike; the example is the one with the shortest id, which gives the numbers."""
+    modes = [mode.value for mode in RunnerMode]
+    example = min(found, key=lambda record: (len(record.case), record.case, modes.index(record.mode)))
+    return Reason(
+        row=f"{example.backend} ({example.kind})",
+        modes=sorted({record.mode for record in found}, key=modes.index),
+        device=short_device(example.device),
+        status=status,
+        count=len(found),
+        reason=example.reason,
+        diagnosis=_diagnosis(example),
+        example=example.case,
+    )
+
+
+def _diagnosis(record: Record) -> str:
+    return re.split(", error |; nearest", record.diagnosis)[0]
+
+
+def _numberless(text: str) -> str:
+    """``text`` without its measured numbers; names with digits, such as Y80, stay."""
+    return re.sub(r"(?<![A-Za-z_\d.])\d+(\.\d+)?(e[+-]?\d+)?", "#", text)
 
 
 def _environments(records: Sequence[Record]) -> list[tuple[str, ...]]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.cases.suites import suite
+from attnmatrix.cases.suites import drives, modes_of, suite
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.choose import Place, chosen_rows
-from attnmatrix.harness.registry import Row, UsageError, load_plugin, rows
+from attnmatrix.harness.registry import Row, UsageError, find_rows, load_plugin, rows
 from attnmatrix.harness.row_suite import row_suite
+
+MOST_NAMES = 8  # in a message
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,12 @@ class Selection:
     plugins: tuple[str, ...] = ()
 
     def cells(self) -> tuple[CellId, ...]:
-        """All cells selected that this machine can run. Raises UsageError for a name that does not exist."""
+        """All cells selected that this machine can run. Raises UsageError for a name that does not exist, a mode that is named and has no
+        adapter, and a case that is named and that none of the rows and modes takes."""
         chosen, modes, cases = self.rows(), parse_modes(self.modes), self._cases()
+        if self.modes:
+            require_adapters(modes)
+        self._require_takers(chosen, modes, cases)
         found: list[CellId] = []
         for row in chosen:
             if self.device not in row.devices or row.missing:
@@ -70,12 +77,24 @@ class Selection:
                 lines.append(f"{row.name} ({row.kind.value}): untested, needs {' or '.join(row.devices)}")
         return tuple(lines)
 
+    def _require_takers(self, chosen: Sequence[Row], modes: Sequence[RunnerMode], cases: Sequence[Case]) -> None:
+        kinds = {row.kind for row in chosen}
+        for text in self.cases:
+            found = find_cases(text)
+            if not kinds & {case.kind for case in found}:
+                raise UsageError(f"case {text!r} is one of {found[0].kind.value} attention, which no chosen row has")
+            able = [mode for mode in RunnerMode if mode in ADAPTED_MODES and any(drives(mode, case) for case in found)]
+            if not able:
+                raise UsageError(f"case {text!r} is driven by no mode that has an adapter yet")
+            if not set(able) & set(modes):
+                raise UsageError(f"case {text!r} is driven by {', '.join(mode.value for mode in able)}, not by the chosen modes")
+
     def _cases(self) -> tuple[Case, ...]:
         return tuple(case for text in self.cases for case in find_cases(text))
 
     def _cases_of(self, row: Row, mode: RunnerMode, cases: Sequence[Case]) -> tuple[Case, ...]:
         if cases:
-            chosen = tuple(case for case in cases if case.kind is row.kind and case.forward in mode.forward_modes)
+            chosen = tuple(case for case in cases if case.kind is row.kind and drives(mode, case))
         else:
             chosen = row_suite(row, mode, self.device, self.full)
         return tuple(case for case in chosen if row.dtypes is None or case.dtype in row.dtypes)
@@ -90,12 +109,49 @@ def parse_modes(names: Sequence[str]) -> tuple[RunnerMode, ...]:
     return tuple(known[name] for name in names) or tuple(RunnerMode)
 
 
+def require_adapters(modes: Sequence[RunnerMode]) -> None:
+    """Raises UsageError for a mode that nothing drives yet."""
+    for mode in modes:
+        if mode not in ADAPTED_MODES:
+            known = ", ".join(mode.value for mode in RunnerMode if mode in ADAPTED_MODES)
+            raise UsageError(f"mode {mode.value!r} has no adapter yet; modes that have one: {known}")
+
+
+def explained_mode(case: Case, name: str | None) -> RunnerMode:
+    """The mode called ``name``, by default the first, that drives a case. Raises UsageError when it does not, naming those that do."""
+    able = modes_of(case)
+    chosen = parse_modes((name,))[0] if name else next(iter(able), None)
+    if chosen is None or chosen not in able:
+        known = ", ".join(mode.value for mode in able) or "none"
+        raise UsageError(f"case {case.id} is not driven by mode {name or 'any'}; modes that drive it: {known}")
+    return chosen
+
+
 def find_cases(text: str) -> tuple[Case, ...]:
-    """The case with this id, or the suite cases of any kind with this name. Raises UsageError when there is neither."""
-    named = {c.id: c for kind in AttentionKind for mode in RunnerMode for c in suite(kind, mode) if text in (c.name, c.id)}
-    if named:
+    """The case with this id, or the suite cases of any kind with this name. Raises UsageError when there is neither, with names like it."""
+    known = [case for kind in AttentionKind for mode in RunnerMode for case in suite(kind, mode)]
+    named = {case.id: case for case in known if text in (case.name, case.id)}
+    if text and named:
         return tuple(named.values())
     try:
         return (parse_case(text),)
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"{error}{_names_like(text, {case.name for case in known if case.name})}") from error
+
+
+def _names_like(text: str, names: Collection[str]) -> str:
+    """What to add to a complaint about ``text``: the names that it is a part of, else those that are spelt nearly so, else where names are."""
+    part_of = sorted((name for name in names if text and text in name), key=lambda name: (not name.startswith(text), name))
+    like = part_of or get_close_matches(text, names, n=MOST_NAMES)
+    more = f" and {len(like) - MOST_NAMES} more" if len(like) > MOST_NAMES else ""
+    return f"; names like it: {', '.join(like[:MOST_NAMES])}{more}" if like else "; known ids and names: attnmatrix list cases"
+
+
+def row_and_case(backend: str, text: str) -> tuple[Row, Case]:
+    """The row of this name and the case of its kind. Raises UsageError when there is no such row or case, or they are of different kinds."""
+    found, cases = find_rows(backend), find_cases(text)
+    for row in found:
+        for case in cases:
+            if row.kind is case.kind:
+                return row, case
+    raise UsageError(f"backend {backend!r} has no {cases[0].kind.value} row, which case {text!r} needs")

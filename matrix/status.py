@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from attnmatrix.cases.ids import parse_case
 from attnmatrix.harness.controls import control_kinds
-from attnmatrix.matrix.record import Record
+
+if TYPE_CHECKING:
+    from attnmatrix.matrix.record import Record
 
 ORDER = ("crash", "fail", "vacuous", "flaky", "known", "stale", "pass", "deferred", "blocked", "n/a", "untested")
 """Worst first; a cell shows the first of these that any of its cases has."""

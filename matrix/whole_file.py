@@ -1,4 +1,4 @@
-"""Files that a reader sees whole, old or new, never in part."""
+"""Files that a reader sees whole, old or new, never in part; and where a file can be written."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import tempfile
 from pathlib import Path
 
+from attnmatrix.harness.registry import UsageError
+
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace ``path`` by a file with this content; a failure leaves the old file and nothing else."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace ``path`` by a file with this content; a failure leaves the old file and nothing else. Raises UsageError when it cannot."""
+    check_place(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -19,3 +21,15 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def check_place(path: Path) -> None:
+    """Make the folder of a file to write; called before a long run, not after it. Raises UsageError when no file can be written there."""
+    if path.is_dir():
+        raise UsageError(f"cannot write {str(path)!r}: it is a folder, expected a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}") from error
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write {str(path)!r}: its folder is read-only")

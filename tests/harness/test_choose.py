@@ -83,7 +83,7 @@ def test_unknown_names_fail_with_the_known_ones() -> None:
             chosen_rows(name, CPU)
     with pytest.raises(UsageError, match="'fa' stands for a row that depends on the device; name one of fa3, fa4, fa2"):
         find_rows("fa")
-    with pytest.raises(ValueError, match="'auto' stands for other rows"):
+    with pytest.raises(ValueError, match="'auto': this name stands for other rows"):
         registry.register(Row("auto", SOFTMAX, TorchSoftmax, source=__file__))
 
 

@@ -27,7 +27,6 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["run", "--case", "decode-p16-prefix4-new2-h4x2x128-bf16-shuffled"], "exactly one new token"),
         (["run", "--device", "tpu"], "unknown device 'tpu'"),
         (["run", "--plugin", "absent.py"], "cannot read plugin 'absent.py'"),
-        (["run", "--backend", "torch", "--mode", "fkvmtp"], "no cell to run"),
         (["render", "--evidence", "absent", "--out", "x.md"], "cannot read evidence 'absent'"),
         (["compare", "absent", "absent"], "cannot read evidence 'absent'"),
         (["explain", "nosuch"], "unknown case id 'nosuch'"),
@@ -89,7 +88,7 @@ assert not loaded, loaded
 
 def test_a_new_row_starts_from_a_template_that_loads(tmp_path: Path) -> None:
     assert run("new-backend", "my-kernel", cwd=tmp_path).returncode == 0
-    done = run("list", "backends", "--plugin", "my_kernel.py", "--json", cwd=tmp_path)
+    done = run("list", "backends", "--plugin", "my_kernel_row.py", "--json", cwd=tmp_path)
     listed = {row["backend"]: row for row in json.loads(done.stdout)["backends"]}
     assert "not installed" in listed["my-kernel"]["packages"]
 

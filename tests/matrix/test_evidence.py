@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from made_records import record
 from torch import Tensor
@@ -42,6 +43,38 @@ def test_a_foreign_line_is_refused_by_number(tmp_path: Path, line: str) -> None:
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(UsageError, match="line 2"):
         read_file(path)
+
+
+WRONG = {
+    "kind": "mla9",
+    "mode": "nosuch",
+    "status": "great",
+    "graph": "paper",
+    "backend": "a|b",
+    "device": "",
+    "case": "nonsense",
+    "case ": "decode-p16-prefix99999999999-new1-h4x2x128-bf16-shuffled",
+    "case_hash": "0" * 16,
+    "controls": {"mask": [2, 1]},
+    "controls ": {"mask": [-1, 1]},
+    "seconds": "long",
+    "a_field_of_another_program": 1,
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_what_no_run_records_is_refused_by_file_line_and_field(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "e.jsonl"
+    good = msgspec.to_builtins(record())
+    path.write_bytes(msgspec.json.encode(good) + b"\n" + msgspec.json.encode({**good, field.strip(): WRONG[field]}) + b"\n")
+    with pytest.raises(UsageError, match=f"e.jsonl', line 2: .*{field.strip().partition('_hash')[0]}"):
+        read_file(path)
+
+
+def test_a_file_without_records_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "e.jsonl").write_text("")
+    with pytest.raises(UsageError, match="holds no record"):
+        read(tmp_path)
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

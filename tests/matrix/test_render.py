@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from made_records import record
+from made_records import CASE, record
 
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.registry import UsageError
-from attnmatrix.matrix.render import render_matrix, render_readme
+from attnmatrix.matrix.record import Record
+from attnmatrix.matrix.render import render_matrix
+from attnmatrix.matrix.render_readme import render_readme
+from attnmatrix.matrix.status import MARKS, ORDER
 
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 SCORES = "<!-- kill-score:begin -->\n<!-- kill-score:end -->"
@@ -37,6 +40,31 @@ def test_devices_are_kept_apart_in_one_cell() -> None:
 def test_reasons_name_what_is_not_a_pass() -> None:
     page = render_matrix([record(status="blocked", reason="pages | of 16")])
     assert "pages \\| of 16" in page
+
+
+def test_one_reason_of_many_modes_is_one_line_and_what_is_not_as_declared_comes_first() -> None:
+    both = [record(mode=mode, status="fail", reason="off by one") for mode in ("verify", "eager")]
+    page = render_matrix([*both, record(mode="cg_decode", status="blocked", reason="pages of 16")])
+    wrong, declared = page.partition("### To look into")[2].partition("### As declared")[::2]
+    assert wrong.count("off by one") == 1 and "| fail | 2 | eager, verify | off by one |" in wrong
+    assert "pages of 16" in declared and "pages of 16" not in wrong
+
+
+def test_failures_that_differ_in_numbers_share_a_line_and_those_of_other_faults_do_not() -> None:
+    def fail(case: str, reason: str) -> Record:
+        return record(case=case, status="fail", reason=reason, diagnosis=f"none of {len(case)} faults")
+
+    long = "decode-p16-prefix14.15.16.17-new1x4-h4x2x128-bf16-shuffled"
+    page = render_matrix([fail(long, "error 2.5 (Y80)"), fail(CASE, "error 1e-3 (Y80)"), fail(long, "error 9 (Y81)")])
+    assert f"| fail | 2 | eager | error 1e-3 (Y80) | none of {len(CASE)} faults | `{CASE}` |" in page
+    assert "| fail | 1 | eager | error 9 (Y81) |" in page
+
+
+def test_the_legend_names_the_modes_that_nothing_drives() -> None:
+    page = render_matrix([record()])
+    assert "nothing drives these modes yet: DE eager, " in page
+    for status in ORDER:
+        assert MARKS[status] in page.partition("## softmax")[0]
 
 
 def test_rendering_twice_gives_the_same_page() -> None:
