@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.cases.suites import suite
+from attnmatrix.cases.suites import gpu_suite
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.choose import Place, chosen_rows
 from attnmatrix.harness.registry import Row, UsageError, load_plugin, rows
@@ -92,7 +92,7 @@ def parse_modes(names: Sequence[str]) -> tuple[RunnerMode, ...]:
 
 def find_cases(text: str) -> tuple[Case, ...]:
     """The case with this id, or the suite cases of any kind with this name. Raises UsageError when there is neither."""
-    named = {c.id: c for kind in AttentionKind for mode in RunnerMode for c in suite(kind, mode) if text in (c.name, c.id)}
+    named = {c.id: c for kind in AttentionKind for mode in RunnerMode for c in gpu_suite(kind, mode) if text in (c.name, c.id)}
     if named:
         return tuple(named.values())
     try:
