@@ -81,6 +81,7 @@ class Case:
     ``kv_dtype`` is what the cache holds (``None``: ``dtype``), scaled by :meth:`kv_scales`. ``gain`` multiplies the queries, ``state_scale`` the random initial recurrent state, which the pool holds in ``state_dtype`` (``None``:
     float32). ``track_lens[i]`` new tokens of request i are to be snapshot into a second state slot (0: none), ``story`` says what the
     requests do next (see :mod:`attnmatrix.cases.story`), ``shard`` ``(rank, ranks)`` which slice of a model's heads these are.
+    ``spare_pages`` of no request are added to the pool, so that pages lie further apart.
     Raises ValueError for a description that no engine could produce.
     """
 
@@ -109,6 +110,7 @@ class Case:
     track_lens: tuple[int, ...] = ()
     story: str = ""
     shard: tuple[int, int] = (0, 1)
+    spare_pages: int = 0
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -187,6 +189,8 @@ class Case:
             parts.append("states" + self.state_dtype)
         if self.track_lens:
             parts.append("track" + _format_lens(self.track_lens))
+        if self.spare_pages:
+            parts.append(f"spare{self.spare_pages}")
         if self.shard != (0, 1):
             parts.append("shard{}of{}".format(*self.shard))
         if self.story:

@@ -42,13 +42,14 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
     (r"states([a-z]+\d+)", "state_dtype"),
     (r"track([\dx.]+)", "track_lens"),
     (r"shard(\d+of\d+)", "shard"),
+    (r"spare(\d+)", "spare_pages"),
     (r"then([\w.]+)", "story"),
     (r"s(\d+)", "seed"),
 )
 
 
 def _parse_value(name: str, text: str) -> object:
-    if name in ("page_size", "window", "seed"):
+    if name in ("page_size", "window", "spare_pages", "seed"):
         return int(text)
     if name in ("prefix_lens", "new_lens", "track_lens"):
         return _parse_lens(text)

@@ -137,6 +137,25 @@ def large_shapes() -> tuple[Case, ...]:
     )
 
 
+def huge_pools() -> tuple[Case, ...]:
+    """Pools of more than 2**31 elements in each buffer of keys and of values (6.5 GB in bf16), with live pages at both ends: a slot's offset in
+    elements does not fit into int32."""
+    softmax, heads = AttentionKind.SOFTMAX, Heads(16, 8, 128)
+    return (
+        extend(16, (40, 0, 75), (5, 20, 1), softmax, heads=heads, spare_pages=3 * 2**16, name="huge_pool_extend"),
+        decode(256, (300, 40, 511), softmax, heads=heads, spare_pages=3 * 2**12, name="huge_pool_decode"),
+    )
+
+
+def longest_contexts() -> tuple[Case, ...]:
+    """32,768 cached tokens and a short new part: positions past what 15 bits hold."""
+    softmax = AttentionKind.SOFTMAX
+    return (
+        extend(64, (32768, 20), (5, 3), softmax, name="context32768_extend"),
+        decode(16, (32768, 40), softmax, name="context32768_decode"),
+    )
+
+
 def page256_variants() -> tuple[Case, ...]:
     """What pages of 16 meet, in pages of 256, which some packages ask for: a window, soft cap, ALiBi, another dtype, head dim and group."""
     softmax, shape = AttentionKind.SOFTMAX, {"dtype": "fp16", "heads": Heads(8, 2, 64)}

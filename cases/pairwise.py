@@ -113,13 +113,14 @@ def runner_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
 
 
 def work(case: Case) -> int:
-    """What a case costs, roughly: new tokens times keys times the width of the heads. A recurrent state costs the same whatever lies behind
+    """What a case costs, roughly: new tokens times keys times the width of the heads, and what a pool is enlarged by. A recurrent state costs the same whatever lies behind
     it; of a story every batch counts."""
     if case.kind is not AttentionKind.SOFTMAX:
         tokens = sum(step.case.num_tokens + step.case.batch_size for step in story_steps(case))
         return tokens * STATE_WORK * case.heads.q * case.heads.dim
     longest = max(case.kv_lens, default=0)
-    return (case.num_tokens + case.batch_size) * (longest + 64) * case.heads.q * case.heads.dim
+    filled = case.spare_pages * case.page_size * case.heads.kv * case.heads.dim
+    return (case.num_tokens + case.batch_size) * (longest + 64) * case.heads.q * case.heads.dim + filled
 
 
 def _singles(values: dict[str, object]) -> frozenset[Pair]:

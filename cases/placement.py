@@ -45,14 +45,14 @@ def plan_pool(batches: Sequence[Case]) -> PoolPlan:
     between. Raises ValueError when the batches disagree about the pool.
     """
     first = batches[0]
-    if any((b.page_size, b.placement, b.scratch) != (first.page_size, first.placement, first.scratch) for b in batches):
-        raise ValueError("batches of one pool share page size, placement and scratch page")
+    if len({(b.page_size, b.placement, b.scratch, b.spare_pages) for b in batches}) > 1:
+        raise ValueError("batches of one pool share page size, placement, scratch page and spare pages")
     page_size, placement = first.page_size, first.placement
     needs = [pages_for(n, page_size) for batch in batches for n in batch.kv_lens]
     shared = _shared_pages(batches) if placement is Placement.SHARED else [(r, 0) for r in range(len(needs))]
     own = [need - take for need, (_, take) in zip(needs, shared, strict=True)]
     live = sum(own)
-    spare = 0 if placement is Placement.CONTIGUOUS else 2 + live // 4
+    spare = 0 if placement is Placement.CONTIGUOUS else 2 + live // 4 + first.spare_pages
     offset = 1 if first.scratch is Scratch.FIRST else 0
     scratch = {Scratch.FIRST: 0, Scratch.LAST: live + spare, Scratch.NONE: None}[first.scratch]
     rng = random.Random(first.data_seed)

@@ -22,6 +22,13 @@ def suite(kind: AttentionKind, mode: RunnerMode) -> tuple[Case, ...]:
     return tuple(unique.values())
 
 
+@cache
+def gpu_suite(kind: AttentionKind, mode: RunnerMode) -> tuple[Case, ...]:
+    """:func:`suite` and the cases that want a GPU's memory and speed."""
+    more = (*layouts.huge_pools(), *layouts.longest_contexts()) if (kind, mode) == (AttentionKind.SOFTMAX, RunnerMode.EAGER) else ()
+    return (*suite(kind, mode), *more)
+
+
 def modes_of(case: Case) -> tuple[RunnerMode, ...]:
     """The runner modes that can drive a case."""
     return tuple(mode for mode in RunnerMode if drives(mode, case))

@@ -40,6 +40,10 @@ def _shape_problem(case: Case) -> str | None:
         return "lengths must be >= 0"
     if case.page_size < 1:
         return "page size must be >= 1"
+    if case.spare_pages < 0:
+        return f"spare pages must be >= 0, got {case.spare_pages}"
+    if case.spare_pages and case.placement == "contiguous":
+        return "a contiguous pool has no spare pages"
     if min(heads.q, heads.kv, heads.dim) < 1 or heads.q % heads.kv:
         return f"query heads must be a positive multiple of key/value heads, got {heads}"
     return None
@@ -96,6 +100,7 @@ def _kind_problem(case: Case) -> str | None:
         wrong = [label for label, value in states.items() if value]
         return f"softmax attention has no {', '.join(wrong)}" if wrong else None
     given = {"window": case.window, "soft cap": case.soft_cap, "sinks": case.sinks, "ALiBi": case.alibi, "KV dtype": case.kv_dtype}
+    given["spare pages"] = case.spare_pages
     wrong = [label for label, value in given.items() if value]
     return f"{case.kind.value} attention has no {', '.join(wrong)}" if wrong else None
 

@@ -126,7 +126,8 @@ def _chain(error: BaseException) -> str:
 
 
 def _seconds(case: Case, mode: RunnerMode) -> float:
-    """About how long one fault takes on one core: by batch, by step of the subjects' loops over keys, and by multiplication. From sizes
+    """About how long one fault takes on one core: by batch, by step of the subjects' loops over keys, by multiplication, and by element
+    of an enlarged pool. From sizes
     alone, so that a record does not depend on the machine."""
     batches = schedule(case, mode).batches
     linear = case.kind is not AttentionKind.SOFTMAX
@@ -134,7 +135,8 @@ def _seconds(case: Case, mode: RunnerMode) -> float:
     lengths = [case.heads.dim if linear else max([1, *batch.kv_lens]) for batch in batches]
     products = sum(count * length for count, length in zip(tokens, lengths, strict=True)) * case.heads.q * case.heads.dim
     loops = sum(max([1, *(batch.new_lens if linear else batch.kv_lens)]) // SPLIT for batch in batches)
-    return len(batches) * (5e-3 if mode.uses_graph else 1.5e-3) + loops * 8e-5 + products * 2e-9
+    filled = case.spare_pages * case.page_size * case.heads.kv * case.heads.dim
+    return len(batches) * (5e-3 if mode.uses_graph else 1.5e-3) + loops * 8e-5 + products * 2e-9 + filled * 2e-9
 
 
 def _wrong(trial: Trial) -> set[str]:

@@ -50,6 +50,7 @@ NEEDLE = Probe("needle", inputs="needle", recycled="recycled_pages")
 PROBES = (PEAKED, POISON, NEEDLE)
 """Every case is run under each of these; peaked and poison must agree to the bit for deterministic rows."""
 
+DRAWN = 2**26  # elements
 NEEDLE_SCORE = 24.0  # score of an aligned key: e**24 outweighs any context tried
 
 
@@ -80,9 +81,13 @@ def fill_states(poison: Poison, tensor: Tensor, generator: torch.Generator) -> N
 
 
 def _fill_random(tensor: Tensor, generator: torch.Generator, scale: float) -> None:
-    noise = torch.randn(tensor.shape, generator=generator) * scale
+    """A buffer too large to be drawn on the CPU repeats what its first ``DRAWN`` elements hold."""
+    rows = len(tensor) if tensor.numel() <= DRAWN else max(1, DRAWN // tensor[0].numel())
+    noise = torch.randn(rows, *tensor.shape[1:], generator=generator) * scale
     limit = torch.finfo(tensor.dtype).max / 4
-    tensor.copy_(noise.clamp(-limit, limit).to(tensor.dtype))
+    noise = noise.clamp(-limit, limit).to(tensor.dtype).to(tensor.device)
+    for part in tensor.split(max(1, rows)):
+        part.copy_(noise[: len(part)])
 
 
 def peaked(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

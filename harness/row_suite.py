@@ -13,7 +13,7 @@ from __future__ import annotations
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.pairwise import pairwise_subset, runner_subset, work
-from attnmatrix.cases.suites import suite
+from attnmatrix.cases.suites import gpu_suite, suite
 from attnmatrix.harness.registry import Row
 
 EAGER_WORK, GRAPH_WORK = 8_000_000, 1_000_000  # see ``work``: a few seconds of interpreted kernels each
@@ -26,7 +26,7 @@ def is_sampled(row: Row, device: str, full: bool) -> bool:
 
 def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case, ...]:
     """The cases of one cell on a ``device`` type."""
-    whole = suite(row.kind, mode)
+    whole = suite(row.kind, mode) if device == "cpu" else gpu_suite(row.kind, mode)
     if row.interpreted and device == "cpu":
         whole = tuple(case for case in whole if case.state_dtype is None)
         exact = tuple({case.id: case for case in (_exact(case) for case in whole)}.values())

@@ -52,7 +52,7 @@ def list_modes(as_json: Json = False) -> None:
 def list_cases(as_json: Json = False, mode: Names = None) -> None:
     """The cases of each kind and mode."""
     from attnmatrix.cases.case import AttentionKind
-    from attnmatrix.cases.suites import suite
+    from attnmatrix.cases.suites import gpu_suite
     from attnmatrix.matrix.selection import parse_modes, require_adapters
 
     if mode:
@@ -60,7 +60,7 @@ def list_cases(as_json: Json = False, mode: Names = None) -> None:
     found: dict[str, dict[str, object]] = {}
     for kind in AttentionKind:
         for runner in parse_modes(tuple(mode or ())):
-            for case in suite(kind, runner):
+            for case in gpu_suite(kind, runner):
                 entry = found.setdefault(case.id, {"case": case.id, "name": case.name, "kind": kind.value, "modes": ""})
                 entry["modes"] = f"{entry['modes']} {runner.value}".strip()
     _print(list(found.values()), as_json, "cases")

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.cases.suites import drives, modes_of, suite
+from attnmatrix.cases.suites import drives, gpu_suite, modes_of
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.choose import Place, chosen_rows
 from attnmatrix.harness.registry import Row, UsageError, find_rows, load_plugin, rows
@@ -129,7 +129,7 @@ def explained_mode(case: Case, name: str | None) -> RunnerMode:
 
 def find_cases(text: str) -> tuple[Case, ...]:
     """The case with this id, or the suite cases of any kind with this name. Raises UsageError when there is neither, with names like it."""
-    known = [case for kind in AttentionKind for mode in RunnerMode for case in suite(kind, mode)]
+    known = [case for kind in AttentionKind for mode in RunnerMode for case in gpu_suite(kind, mode)]
     named = {case.id: case for case in known if text in (case.name, case.id)}
     if text and named:
         return tuple(named.values())

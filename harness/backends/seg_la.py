@@ -128,7 +128,8 @@ def _decode_takes_no_snapshot() -> bool:
     return "track" not in signature
 
 
-def _why_not(case: Case) -> Claim | None:
+def why_not(case: Case) -> Claim | None:
+    """The limits of the kernels."""
     if case.forward is ForwardMode.DECODE and any(case.track_lens):
         return NotApplicable("decode has no argument for snapshots", _decode_takes_no_snapshot)
     if case.heads.group > 1:
@@ -277,7 +278,7 @@ register(
         name="seg_la",
         kind=AttentionKind.LIGHTNING,
         create=SegLa,
-        capabilities=Capabilities(why_not=_why_not, known_faults=FAULTS),
+        capabilities=Capabilities(why_not=why_not, known_faults=FAULTS),
         conventions=Conventions(rounding=ROUNDING),
         distributions=("sglang", "triton"),
         interpreted=True,

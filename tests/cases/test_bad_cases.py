@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
+from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads, Placement
 
 EXTEND = Case(ForwardMode.EXTEND, 16, (0, 8), (3, 3), Heads(4, 2, 128))
 VERIFY = EXTEND.but(forward=ForwardMode.TARGET_VERIFY)
@@ -36,6 +36,9 @@ LINEAR = EXTEND.but(kind=AttentionKind.LIGHTNING)
         (EXTEND, {"gain": -1.0}, "gain must be positive and finite"),
         (EXTEND, {"state_scale": 0.0}, "state scale must be positive and finite"),
         (EXTEND, {"seed": -1}, "seed must be >= 0, got -1"),
+        (EXTEND, {"spare_pages": -1}, "spare pages must be >= 0, got -1"),
+        (EXTEND, {"spare_pages": 2, "placement": Placement.CONTIGUOUS}, "a contiguous pool has no spare pages"),
+        (LINEAR, {"spare_pages": 2}, "lightning attention has no spare pages"),
         (EXTEND, {"forward": ForwardMode.IDLE}, "an idle batch has no requests"),
         (EXTEND, {"forward": ForwardMode.DECODE}, "decode computes exactly one new token"),
         (EXTEND, {"trees": ((-1, 0, 0),)}, "trees belong to target_verify"),

@@ -69,6 +69,7 @@ def test_a_new_field_at_its_default_changes_nothing() -> None:
         {"gain": 1.0000001},
         {"state_scale": 1.0},
         {"strided": True},
+        {"spare_pages": 3},
         {"seed": 1},
     ],
     ids="+".join,
