@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmatrix.cases.case import AttentionKind, Case, Heads, Placement, Scratch
+from attnmatrix.cases.case import AttentionKind, Case, Heads, Scratch
 from attnmatrix.cases.layouts import decode, extend
 from attnmatrix.cases.speculative import SIBLINGS, verify
 
@@ -18,7 +18,7 @@ def fp8_batches() -> tuple[Case, ...]:
         extend(16, (0, 0), (18, 7), SOFTMAX, name="fp8_prompts", **FP8),
         extend(1, (9, 5), (6, 3), SOFTMAX, scratch=Scratch.FIRST, name="fp8_page1_extend", **HALF),
         decode(1, (9, 0, 5), SOFTMAX, scratch=Scratch.FIRST, name="fp8_page1_decode", **HALF),
-        extend(64, (63, 130), (3, 5), SOFTMAX, placement=Placement.INTERLEAVED, name="fp8_page64_extend", **HALF),
+        extend(64, (63, 130), (3, 5), SOFTMAX, name="fp8_page64_extend", **HALF),
         decode(64, (63, 64, 130), SOFTMAX, heads=Heads(4, 4, 128), name="fp8_page64_decode", **FP8),
         extend(256, (255, 0), (3, 2), SOFTMAX, name="fp8_page256_extend", **FP8),
         decode(256, (255, 256), SOFTMAX, name="fp8_page256_decode", **FP8),
