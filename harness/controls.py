@@ -85,15 +85,21 @@ class TamperedBackend(AttentionBackend):
         return self.inner.inspect_metadata(batch)
 
 
-def _foreign_first_page(world: World, context: Context) -> Context:
-    """Every request's first page replaced by the next physical page that is not its own."""
+def _foreign_page(world: World, context: Context) -> Context:
+    """The first page that every request's new tokens see, in the narrowest window, replaced by the next physical page that is not its own."""
     plan, size = world.pool_plan, context.page_size
+    windows = [window for window in map(world.case.layer_window, range(context.num_layers)) if window is not None]
+    back = max(1, min(windows) - 1) if windows else None  # cached tokens in view of the first new one
+    prefixes = {r: n for step in reversed(world.steps) for r, n in zip(step.requests, step.case.prefix_lens, strict=True)}
     table = context.req_to_token.clone()
     for request, pages in enumerate(plan.tables):
         others = [page for page in range(plan.num_pages) if page not in pages]
         if pages and others:
-            page = min(others, key=lambda other: (other - pages[0]) % plan.num_pages)
-            table[world.req_rows[request], :size] = torch.arange(page * size, (page + 1) * size, dtype=table.dtype)
+            column = max(0, prefixes[request] - back) // size if back is not None else 0
+            page = min(others, key=lambda other: (other - pages[column]) % plan.num_pages)
+            table[world.req_rows[request], column * size : (column + 1) * size] = torch.arange(
+                page * size, (page + 1) * size, dtype=table.dtype
+            )
     return replace(context, req_to_token=table)
 
 
@@ -213,8 +219,8 @@ def _has_tokens(case: Case) -> bool:
 
 CONTROLS: tuple[Control, ...] = (
     Control(
-        "wrong-page", "table", "another page in place of each request's first", lambda c: _softmax(c) and _has_prefix(c),
-        context=_foreign_first_page,
+        "wrong-page", "table", "another page in place of the first that each request sees", lambda c: _softmax(c) and _has_prefix(c),
+        context=_foreign_page,
     ),
     Control("one-short", "length", "every prefix one token shorter", lambda c: _softmax(c) and _has_prefix(c), batch=_longer(-1)),
     Control("one-long", "length", "every prefix one token longer", lambda c: _softmax(c) and _has_prefix(c), batch=_longer(1)),
