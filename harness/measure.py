@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,13 +33,13 @@ class Measurement:
     limit: Tensor
     uninformative: int
 
-    @property
+    @cached_property
     def ratio(self) -> Tensor:
         """Error over limit per row; above 1 is wrong, NaN and infinity count as infinite, 0/0 as 0."""
         ratio = torch.where(self.error == 0, 0.0, self.error / self.limit)
         return torch.nan_to_num(ratio, nan=float("inf"), posinf=float("inf"))
 
-    @property
+    @cached_property
     def worst(self) -> int:
         """Flat index of the row with the largest ratio."""
         return int(self.ratio.argmax())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class StepVerdict:
     def passed(self) -> bool:
         return not self.problems and self.margin <= 1.0
 
-    @property
+    @cached_property
     def margin(self) -> float:
         """Largest error/limit ratio of the step, 0 when nothing was measured."""
         return max((float(m.ratio.max()) for m in self.measurements if m.error.numel()), default=0.0)
