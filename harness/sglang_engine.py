@@ -89,13 +89,13 @@ def _no(*_: object) -> bool:
 
 
 def _stand_ins() -> dict[str, ModuleType]:
-    other_hardware = {"get_bool_env_var": _no, "is_cpu": _no, "is_hip": _no, "is_npu": _no, "is_pin_memory_available": _no}
-    runtime = {
+    other_hardware: dict[str, Any] = {"get_bool_env_var": _no, "is_cpu": _no, "is_hip": _no, "is_npu": _no, "is_pin_memory_available": _no}
+    runtime: dict[str, Any] = {
         "get_spec": lambda: SimpleNamespace(speculative_eagle_topk=SETTINGS.topk),
         "get_memory": lambda: SimpleNamespace(enable_unified_memory=False),
         "get_parallel": lambda: SimpleNamespace(attn_tp_size=SETTINGS.ranks, attn_tp_rank=SETTINGS.rank),
     }
-    special = {
+    special: dict[str, dict[str, Any]] = {
         "sglang.srt.utils": other_hardware,
         "sglang.srt.utils.common": other_hardware,
         "sglang.srt.runtime_context": runtime,
