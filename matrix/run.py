@@ -12,12 +12,14 @@ from attnmatrix.matrix.environment import environment, row_versions
 from attnmatrix.matrix.fingerprint import TOP, fingerprint
 from attnmatrix.matrix.record import Record, make_crash_record, make_record
 from attnmatrix.matrix.selection import CellId
+from attnmatrix.matrix.turns import turn_of
 
 
 def run_and_record(cell: CellId, device: str, full: bool = False) -> Record:
     """Drive the cell on ``cpu`` or ``cuda`` and describe the outcome."""
     torch.set_num_threads(1)
-    result = run_cell(cell.row, cell.mode, cell.case, torch.device(device), full=full)
+    with turn_of(cell.case, device):
+        result = run_cell(cell.row, cell.mode, cell.case, torch.device(device), full=full)
     return make_record(result, cell.row.kind, row_versions(cell.row), environment(device), cell_fingerprint(cell.row, cell.mode))
 
 
