@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.harness.draws import StepData
 from attnmatrix.harness.history import History
-from attnmatrix.harness.rounding import TF32_PRODUCTS, chunked_decay, softmax_rounded
+from attnmatrix.harness.rounding import STATE_STEPS, chunked_decay, softmax_rounded
 from attnmatrix.harness.runners.recorder import AttentionCall
 from attnmatrix.harness.world import World
 from attnmatrix.references.decayed_state import DecayedStateResult, decayed_state_attention, decayed_state_sizes
@@ -139,7 +139,7 @@ def _recurrences(
     steps = world.conventions.rounding_of(whole or case, world.device.type)
     if steps and trees is None:
         rounded = chunked_decay(steps, q, k, v, history.base, slopes, case.new_lens, scale)
-        base_out, base_final = rounded.out, rounded.final if TF32_PRODUCTS in steps else base_final
+        base_out, base_final = rounded.out, rounded.final if STATE_STEPS & steps else base_final
     if plain["keep_tokens"]:
         return right, replace(base, out=base_out, final=base_final), sizes
     return replace(right, tokens=None), replace(base, out=base_out, final=base_final, tokens=None), replace(sizes, tokens=None)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from attnmatrix.harness.baseline import score_baseline, softmax_baseline
+from attnmatrix.harness.chunk_products import chunk_products
 from attnmatrix.harness.online_softmax import Arithmetic, added_at_once, furthest, rounded_after_use, rounded_and_split
 
 PARTIAL_SUMS = "partial sums of 32 key dims in the input dtype"
 WIDE_PARTIAL_SUMS = "partial sums of 128 key dims in the input dtype"
 TF32_PRODUCTS = "products of factors cut to TF32"
+CHUNK_OPERANDS = "state read by a chunk of 64, decayed scores and decayed values in the input dtype"
 SINK_RESCALE = "output rounded once before the sink rescales it"
 ROUNDED_AFTER_USE = "running sum and output in the input dtype, the running maximum rounded after its use"
 ROUNDED_AND_SPLIT = "scores, running state and results of splits in the input dtype"
@@ -23,6 +25,7 @@ ELEMENT_PRODUCTS = "products of a query's and a key's elements in the input dtyp
 WEIGHTS_ROUNDED = "weights rounded to the input dtype before they are summed"
 
 CHUNK = 32  # tokens that Lightning's prefill kernels take at a time
+STATE_STEPS = frozenset({TF32_PRODUCTS, CHUNK_OPERANDS})  # of chunked_decay; the others reach the output alone
 KEY_SPLITS = {PARTIAL_SUMS: 32, WIDE_PARTIAL_SUMS: 128}  # key dims per partial sum
 _TF32_CUT = -(1 << 13)  # mask that leaves 10 of float32's 23 mantissa bits, as tensor cores read a float32 operand
 
@@ -155,8 +158,10 @@ def chunked_decay(
     Arguments as in :func:`attnmatrix.references.decayed_state.decayed_state_attention`. Token i of a chunk of n is scaled by
     ``exp(slope * (n - 1 - i))``, its key by the inverse (lightning attention, arXiv 2401.04658, algorithm 1).
     """
-    _check(steps, (PARTIAL_SUMS, WIDE_PARTIAL_SUMS, TF32_PRODUCTS))
+    _check(steps, (PARTIAL_SUMS, WIDE_PARTIAL_SUMS, TF32_PRODUCTS, CHUNK_OPERANDS))
     cut = _tf32 if TF32_PRODUCTS in steps else _exact
+    if CHUNK_OPERANDS in steps:
+        return ChunkedDecay(*chunk_products(cut, q, k, v, initial, slopes, new_lens, scale))
     splits = next((q.shape[2] // KEY_SPLITS[step] for step in sorted(steps) if step in KEY_SPLITS), 1)
     rate = slopes.float().view(-1, 1, 1)
     qs, ks = (t.float().unflatten(2, (splits, -1)).permute(2, 1, 0, 3) for t in (q, k))  # [S, H, T, K / S]
