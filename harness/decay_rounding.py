@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmatrix.harness.rounding import PARTIAL_SUMS, TF32_PRODUCTS, WIDE_PARTIAL_SUMS, check_known, exact, tf32
+from attnmatrix.harness.chunk_products import chunk_products
+from attnmatrix.harness.rounding import CHUNK_OPERANDS, PARTIAL_SUMS, TF32_PRODUCTS, WIDE_PARTIAL_SUMS, check_known, exact, tf32
 
 CHUNK = 32  # tokens that Lightning's prefill kernels take at a time
+STATE_STEPS = frozenset({TF32_PRODUCTS, CHUNK_OPERANDS})  # the others reach the output alone
 KEY_SPLITS = {PARTIAL_SUMS: 32, WIDE_PARTIAL_SUMS: 128}  # key dims per partial sum
 
 
@@ -30,8 +32,10 @@ def chunked_decay(
     Arguments as in :func:`attnmatrix.references.decayed_state.decayed_state_attention`. Token i of a chunk of n is scaled by
     ``exp(slope * (n - 1 - i))``, its key by the inverse (lightning attention, arXiv 2401.04658, algorithm 1).
     """
-    check_known(steps, (PARTIAL_SUMS, WIDE_PARTIAL_SUMS, TF32_PRODUCTS))
+    check_known(steps, (PARTIAL_SUMS, WIDE_PARTIAL_SUMS, TF32_PRODUCTS, CHUNK_OPERANDS))
     cut = tf32 if TF32_PRODUCTS in steps else exact
+    if CHUNK_OPERANDS in steps:
+        return ChunkedDecay(*chunk_products(cut, q, k, v, initial, slopes, new_lens, scale))
     splits = next((q.shape[2] // KEY_SPLITS[step] for step in sorted(steps) if step in KEY_SPLITS), 1)
     rate = slopes.float().view(-1, 1, 1)
     qs, ks = (t.float().unflatten(2, (splits, -1)).permute(2, 1, 0, 3) for t in (q, k))  # [S, H, T, K / S]

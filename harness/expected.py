@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
-from attnmatrix.harness.decay_rounding import chunked_decay
+from attnmatrix.harness.decay_rounding import STATE_STEPS, chunked_decay
 from attnmatrix.harness.draws import StepData
 from attnmatrix.harness.dtypes import TORCH_DTYPES
 from attnmatrix.harness.history import History
 from attnmatrix.harness.quantise import dequantise, quantise
-from attnmatrix.harness.rounding import TF32_PRODUCTS
 from attnmatrix.harness.runners.recorder import AttentionCall
 from attnmatrix.harness.softmax_rounding import softmax_rounded
 from attnmatrix.harness.world import World
@@ -153,7 +152,7 @@ def _recurrences(
     steps = world.conventions.rounding_of(whole or case, world.device.type)
     if steps and trees is None:
         rounded = chunked_decay(steps, q, k, v, history.base, slopes, case.new_lens, scale)
-        base_out, base_final = rounded.out, rounded.final if TF32_PRODUCTS in steps else base_final
+        base_out, base_final = rounded.out, rounded.final if STATE_STEPS & steps else base_final
     if plain["keep_tokens"]:
         return right, replace(base, out=base_out, final=base_final), sizes
     return replace(right, tokens=None), replace(base, out=base_out, final=base_final, tokens=None), replace(sizes, tokens=None)

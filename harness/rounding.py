@@ -13,6 +13,7 @@ from torch import Tensor
 PARTIAL_SUMS = "partial sums of 32 key dims in the input dtype"
 WIDE_PARTIAL_SUMS = "partial sums of 128 key dims in the input dtype"
 TF32_PRODUCTS = "products of factors cut to TF32"
+CHUNK_OPERANDS = "state read by a chunk of 64, decayed scores and decayed values in the input dtype"
 SINK_RESCALE = "output rounded once before the sink rescales it"
 ROUNDED_AFTER_USE = "running sum and output in the input dtype, the running maximum rounded after its use"
 ROUNDED_AND_SPLIT = "scores, running state and results of splits in the input dtype"

@@ -34,6 +34,7 @@ _APART = (
         "rounding",
         "softmax_rounding",
         "online_softmax",
+        "chunk_products",
         "decay_rounding",
     ),  # count for the rows that name a rounding step: see run.cell_fingerprint
 )

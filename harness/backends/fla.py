@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
-from attnmatrix.harness.capabilities import Capabilities, Claim, Conventions, NotApplicable
+from attnmatrix.harness.capabilities import Capabilities, Claim, Conventions, NotApplicable, RoundingStep
 from attnmatrix.harness.installed import installed_file
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
@@ -148,6 +148,22 @@ def _capabilities(form: str) -> Capabilities:
     return Capabilities(modes=modes, why_not=why_not)
 
 
+ROUNDING: dict[str, tuple[RoundingStep, ...]] = {
+    RECURRENT: (),
+    CHUNK: (
+        RoundingStep(
+            "state read by a chunk of 64, decayed scores and decayed values in the input dtype",
+            "chunk_h.py, chunk_fwd_h: states_in_fp32=False, h = k.new_empty(..., dtype=k.dtype); chunk_fwd_kernel_h: "
+            "b_v = (b_v * exp2(b_g_last - b_g)[:, None]).to(b_v.dtype); chunk_o.py, chunk_fwd_kernel_o: tl.dot(b_A.to(b_v.dtype), b_v)",
+        ),
+        RoundingStep(
+            "products of factors cut to TF32",
+            "chunk_fwd_kernel_h: tl.dot(b_k, b_v, b_h), chunk_fwd_kernel_o: tl.dot(b_q, b_h, b_o), tl.dot(b_q, b_k, b_A) of float32 operands",
+            lambda case, device: device == "cuda" and case.dtype == "fp32",
+        ),
+    ),
+}
+
 SNIPPET = """
 from fla.ops.simple_gla.FORM import FORM_simple_gla
 
@@ -172,7 +188,7 @@ for name, form, layout, summary in (
             kind=AttentionKind.LIGHTNING,
             create=partial(Fla, form=form),
             capabilities=_capabilities(form),
-            conventions=Conventions(state_layout=layout),
+            conventions=Conventions(state_layout=layout, rounding=ROUNDING[form]),
             distributions=("fla-core", "triton"),
             devices=("cuda",),
             summary=f"flash-linear-attention, simple GLA, {summary}",

@@ -142,6 +142,21 @@ def test_no_graph_holds_the_chunk_form() -> None:
     assert "tolist" in result.reason
 
 
+ROUNDED = (
+    "lightning-extend-p16-prefix0.9-new70.5-h2x2x64-bf16-shuffled",
+    "lightning-mixed-p16-prefix0.9.30-new7.1.65-h2x2x64-fp16-shuffled-state1",
+)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("case", ROUNDED)
+def test_the_chunk_form_is_red_without_its_rounding_steps_and_green_with_them(case: str) -> None:
+    bare = replace(CHUNK, conventions=replace(CHUNK.conventions, rounding=()))
+    assert run(bare, RunnerMode.EAGER, case).status == "fail"
+    result = run_cell(CHUNK, RunnerMode.EAGER, parse_case(case), CPU)
+    assert result.status == "pass", (result.reason, *result.details)
+
+
 INSTALLED = pytest.mark.skipif("fla-core" in ROW.missing, reason="fla-core not installed")
 
 

@@ -17,6 +17,7 @@ from attnmatrix.harness.decay_rounding import chunked_decay
 from attnmatrix.harness.measure import FACTOR, absolute_error, limits
 from attnmatrix.harness.registry import Row, find_row
 from attnmatrix.harness.rounding import (
+    CHUNK_OPERANDS,
     ELEMENT_PRODUCTS,
     PARTIAL_SUMS,
     ROUNDED_AFTER_USE,
@@ -178,7 +179,7 @@ def decay_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return q, k, v, torch.randn(2, 2, 64, 64, generator=generator), torch.tensor([0.3, 0.01])
 
 
-@pytest.mark.parametrize("steps", [[], [PARTIAL_SUMS]])
+@pytest.mark.parametrize("steps", [[], [PARTIAL_SUMS], [CHUNK_OPERANDS]])
 def test_chunks_in_float32_are_the_recurrence(steps: list[str]) -> None:
     q, k, v, initial, slopes = decay_inputs(torch.float32)
     found = chunked_decay(steps, q, k, v, initial, slopes, (70, 5), 0.125)
@@ -192,8 +193,9 @@ def test_tf32_products_reach_the_state_and_partial_sums_do_not() -> None:
     right = decayed_state_attention(q, k, v, initial, slopes, (70, 5), 0.125).final
     errors = {
         step: float((chunked_decay([step], q, k, v, initial, slopes, (70, 5), 0.125).final - right).norm() / right.norm())
-        for step in (PARTIAL_SUMS, TF32_PRODUCTS)
+        for step in (PARTIAL_SUMS, TF32_PRODUCTS, CHUNK_OPERANDS)
     }
+    assert 1e-4 < errors[CHUNK_OPERANDS] < 5e-3
     assert errors[PARTIAL_SUMS] < 1e-6
     assert 1e-5 < errors[TF32_PRODUCTS] < 2e-3
 
