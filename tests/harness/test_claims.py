@@ -124,6 +124,17 @@ def test_supported_and_wrong_is_fail() -> None:
     assert any(line.startswith("out of layer 0, step 0: error ") for line in result.details)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sampled_deferral_is_tried_on_inputs_that_show_wrong_weights(seed: int) -> None:
+    """A needle's weight is 1 in many a wrong kernel, so that inputs taken in turn would find it right now and then."""
+    claims = Capabilities(modes={RunnerMode.EAGER: Deferred("wrong weights", issue="tracker/1")})
+    row = Row("wrong", AttentionKind.SOFTMAX, WrongScale, claims, slow_on_cpu=True, source=__file__)
+    case = CASE.but(seed=seed)
+    result = run_cell(row, RunnerMode.EAGER, case, CPU, controls=(), full=False)
+    assert result.status == "deferred"
+    assert [trial.probe for trial in result.trials] == ["peaked"]
+
+
 @pytest.mark.parametrize("where", ["modes", "why_not"])
 def test_a_limit_that_the_row_does_not_have_is_over_claimed(where: str) -> None:
     result = run(TorchSoftmax, REFUSAL) if where == "modes" else run(TorchSoftmax, why_not=lambda case: REFUSAL)
