@@ -34,7 +34,7 @@ def mixed(floats, ints, halves, out, wide, some, STEP: tl.constexpr):
     one = tl.load(floats + some)
     inside = (n > 2) & (column[None, :] < 8 - some) | (at == STEP)
     number = n + 2 * STEP - 7 // 2 + n % 3 + n.to(tl.int64) * some
-    value = a / 3 + 2.5 * squared(a) - one + h * 0.1 + h * a + (1 - n) * 1.5 + 1e30 * a + n / 2 + (n << 1) + STEP / (a * a + 1)
+    value = a / 3 + 2.5 * squared(a) - one + h * 0.1 + h * a + (1 - n) * 1.5 + tl.minimum(1e30 * a, 1.0) + n / 2 + (n << 1) + STEP / (a * a + 1)
     value += tl.sum(a, axis=1)[:, None] * tl.max(h.to(tl.float32), axis=0)[None, :]
     value += tl.sum(tl.dot(a, tl.trans(a)), axis=1)[:, None]
     for turn in range(2):
