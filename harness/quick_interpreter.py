@@ -13,13 +13,20 @@ from functools import cache, wraps
 from typing import Any
 
 
+TRIED = "3.7."
+"""Triton's version whose interpreter the parts below were made for."""
+
+
 @cache
 def quicken() -> None:
     """Let 32-bit integers wrap, as in compiled kernels, instead of checking each result; look up by name what each call patches in
     Triton's language; describe each shape and each type once. Once in a process, when Triton has been imported for the interpreter."""
+    import triton
     from triton.language import core
     from triton.runtime import interpreter
 
+    if not triton.__version__.startswith(TRIED):
+        return  # its interpreter may be built otherwise: it stays as it is, slower
     builder = interpreter.interpreter_builder
     if builder.options.sanitize_overflow:
         builder.options = replace(builder.options, sanitize_overflow=False)

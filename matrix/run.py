@@ -34,8 +34,11 @@ def crash_record(cell: CellId, device: str, reason: str) -> Record:
 def cell_fingerprint(row: Row, mode: RunnerMode) -> str:
     """Hash of the code that a verdict about this row in this mode depends on; models of rounding steps count where the row names one."""
     of_kind = ("softmax_rounding", "online_softmax") if row.kind is AttentionKind.SOFTMAX else ("decay_rounding", "chunk_products")
-    rounding = tuple(str(TOP / "harness" / f"{name}.py") for name in ("rounding", *of_kind)) if row.conventions.rounding else ()
-    return fingerprint(row.kind, mode, (row.source, *row.more_sources, *rounding))
+    names = (
+        *(("rounding", *of_kind) if row.conventions.rounding else ()),
+        *(("interpreter", "quick_interpreter") if row.interpreted else ()),
+    )
+    return fingerprint(row.kind, mode, (row.source, *row.more_sources, *(str(TOP / "harness" / f"{name}.py") for name in names)))
 
 
 def current_fingerprints(rows: tuple[Row, ...]) -> dict[tuple[AttentionKind, str, RunnerMode], str]:
