@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
 
-
 TRIED = "3.7."
 """Triton's version whose interpreter the parts below were made for."""
 
