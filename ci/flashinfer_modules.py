@@ -1,7 +1,7 @@
 """Compile what FlashInfer's rows need, all at once: the modules that the suite's cases ask for, which the package else compiles one by one,
 each at its first use and for a minute or more.
 
-usage: python ci/flashinfer_modules.py [--row NAME]... [--mode MODE]... [--list] [--export DIR] [--jobs N]
+usage: python ci/flashinfer_modules.py [--row NAME]... [--mode MODE]... [--quantised] [--list] [--export DIR] [--jobs N]
 
 Works offline, with nvcc and ninja, and without a GPU when FLASHINFER_CUDA_ARCH_LIST names one (``9.0a``). Modules go where the package looks
 for them (FLASHINFER_WORKSPACE_BASE). ``--export`` also copies the libraries to DIR as ``NAME/NAME.so``: put into ``flashinfer/data/aot`` of
@@ -38,6 +38,7 @@ class Module(NamedTuple):
     kind: str
     backend: str = ""
     dtype: str = ""
+    kv_dtype: str = ""  # of a quantised cache
     dim: int = 0
     alibi: bool = False
     window: bool = False
@@ -60,7 +61,7 @@ def modules_of(row: str, case: Case) -> set[Module]:
 
 
 def _wrapper_modules(choice: Choice, case: Case, window: bool) -> Iterable[Module]:
-    shape = (case.dtype, case.heads.dim, case.alibi, window, case.soft_cap is not None)
+    shape = (case.dtype, case.kv_dtype or "", case.heads.dim, case.alibi, window, case.soft_cap is not None)
     chain = case.but(trees=())
     backend = "fa3" if runs_fa3(choice, chain) else "fa2"
     if case.sinks:
@@ -71,7 +72,7 @@ def _wrapper_modules(choice: Choice, case: Case, window: bool) -> Iterable[Modul
         yield Module("prefill", backend, *shape)
     if has_tree(case):  # the window is in the mask
         yield Module("quantization")
-        yield Module("prefill", "fa3" if runs_fa3(choice, case) else "fa2", case.dtype, case.heads.dim, case.alibi)
+        yield Module("prefill", "fa3" if runs_fa3(choice, case) else "fa2", case.dtype, case.kv_dtype or "", case.heads.dim, case.alibi)
 
 
 def needed(rows: Iterable[str], modes: Iterable[RunnerMode]) -> list[Module]:
@@ -92,7 +93,16 @@ def spec_of(module: Module) -> Any:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[module.dtype]
     if module.kind == "xqa":
         return gen_xqa_module(dtype, dtype, module.page, module.dim, module.group, module.window, dtype, module.width)
-    types = (dtype, dtype, dtype, torch.int32, module.dim, module.dim, 2 if module.alibi else 0, module.window)
+    types = (
+        dtype,
+        torch.float8_e4m3fn if module.kv_dtype else dtype,
+        dtype,
+        torch.int32,
+        module.dim,
+        module.dim,
+        2 if module.alibi else 0,
+        module.window,
+    )
     if module.kind == "sinks":
         return attention.gen_batch_prefill_attention_sink_module(module.backend, *types)
     if module.kind == "decode":
@@ -123,12 +133,15 @@ def build(modules: list[Module]) -> list[Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--row", action="append", choices=ROWS, help="only this row's modules")
+    parser.add_argument("--quantised", action="store_true", help="only the modules that read a quantised cache")
     parser.add_argument("--mode", action="append", choices=[mode.value for mode in RunnerMode], help="only this runner mode's modules")
     parser.add_argument("--list", action="store_true", help="name the modules and stop")
     parser.add_argument("--export", type=Path, metavar="DIR", help="copy the libraries to DIR")
     parser.add_argument("--jobs", type=int, help="processes at a time (default: ninja's)")
     given = parser.parse_args()
     modules = needed(given.row or ROWS, [RunnerMode(mode) for mode in given.mode] if given.mode else tuple(RunnerMode))
+    if given.quantised:
+        modules = [module for module in modules if module.kv_dtype]
     if given.list:
         print(
             "\n".join(

@@ -112,7 +112,8 @@ class FlashInfer(AttentionBackend):
         if not batch.num_tokens:
             return (out, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else out
         planned = batch.attn_metadata.planned[self.context.windows[layer_id]]
-        return planned.run(q, (kv.k(layer_id), kv.v(layer_id)), out=out, return_lse=return_lse)
+        scales = {"k_scale": self.context.k_scale(layer_id), "v_scale": self.context.v_scale(layer_id)} if kv.quantised else {}
+        return planned.run(q, (kv.k(layer_id), kv.v(layer_id)), out=out, return_lse=return_lse, **scales)
 
     def _wrapper(self, mode: ForwardMode, window: int | None, masked: bool, fixed: Fixed | None = None) -> Planned:
         if self.context.sinks is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import strict_flashinfer
 import torch
-from flashinfer_cells import CELLS, CG, CPU, DECODE, EAGER, MASKED, SOFTMAX, TREE, VERIFY, VERIFY_CG, WRAPPERS, cell
+from flashinfer_cells import CELLS, CG, CPU, DECODE, EAGER, MASKED, QUANTISED, SOFTMAX, TREE, VERIFY, VERIFY_CG, WRAPPERS, cell
 from strict_flashinfer_attention import slopes
 
 from attnmatrix.cases.ids import parse_case
@@ -37,7 +37,10 @@ def in_turn(cells: tuple[tuple[RunnerMode, str], ...], rows: tuple[str, ...]) ->
     return [pytest.param(*cell, id=f"{cell[0]}-{cell[1].value}-{cell[2]}") for cell in taken]
 
 
-@pytest.mark.parametrize(("name", "mode", "case"), [*in_turn(CELLS, WRAPPERS), *in_turn(MASKED, ("fi-fa2", "fi-hnd"))])
+@pytest.mark.parametrize(
+    ("name", "mode", "case"),
+    [*in_turn(CELLS, WRAPPERS), *in_turn(MASKED, ("fi-fa2", "fi-hnd")), *in_turn(QUANTISED, ("fi", "fi-fa2", "fi-hnd"))],
+)
 def test_cell(name: str, mode: RunnerMode, case: str) -> None:
     result = cell(name, mode, case)
     assert result.status == "pass", (result.reason, *result.details)

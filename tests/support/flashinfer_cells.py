@@ -42,6 +42,12 @@ CELLS = (
     (VERIFY_CG, "target_verify-p16-prefix14.31-new4.4-h4x2x64-bf16-shuffled"),
     (VERIFY_CG, "target_verify-p16-prefix20.5-new4.4-h4x2x64-bf16-shuffled-w4-sinks"),
 )
+QUANTISED = (
+    (EAGER, "extend-p16-prefix0.20-new18.7-h4x2x64-bf16-shuffled-cap5-kvfp8e4m3"),
+    (EAGER, "decode-p16-prefix5.17-new1.1-h4x2x64-fp16-shuffled-kvfp8e4m3"),
+    (CG, "decode-p16-prefix15.3-new1.1-h4x2x64-bf16-shuffled-kvfp8e4m3"),
+    (VERIFY, "target_verify-p16-prefix18.5-new5.2-h4x2x64-bf16-shuffled-kvfp8e4m3-treer.r.0.1.2_r.r"),
+)
 MASKED = (
     (VERIFY, "target_verify-p16-prefix24.7-new6.6-h4x2x64-bf16-shuffled-w8-treer.0.0.1.1.2"),
     (VERIFY, "target_verify-p16-prefix18.5-new5.2-h4x2x64-bf16-shuffled-treer.r.0.1.2_r.r"),

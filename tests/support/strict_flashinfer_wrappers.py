@@ -73,6 +73,8 @@ class _Wrapper:
         assert (page, heads, cache[0].shape[3]) == (self._page, *self._heads[1:]), "the pool is not what was planned for"
         assert lse is None and out.shape == q.shape and out.dtype is q.dtype and out.is_contiguous()
         self._workspace[:64].fill_(7)  # partial results
+        k_scale, v_scale = how.pop("scales")
+        how["scale"] *= 1.0 if k_scale is None else k_scale
         bufs = self._bufs
         lists = bufs["qo_indptr"], bufs["kv_indptr"], bufs["kv_indices"], bufs["last_page_len"]
         moved = q.shape[-1]
@@ -82,7 +84,7 @@ class _Wrapper:
             moved -= moved % BLOCK
         found, found_lse = attention(q[..., :moved], tuple(pool[..., :moved] for pool in cache), self._layout, *lists, **how)
         stale = (torch.cat([lists[0], lists[1], lists[3]]) != self._planned).any()
-        out[..., :moved].copy_(torch.where(stale, float("nan"), found))
+        out[..., :moved].copy_(torch.where(stale, float("nan"), found) * (1.0 if v_scale is None else v_scale))
         return (out, found_lse) if return_lse else out
 
     def _options(
@@ -229,7 +231,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         skip_softmax_threshold_scale_factor: float | None = None,
     ) -> Any:
         assert q.shape[0] == self._last, f"q has {q.shape[0]} rows, planned were {self._last}"
-        how = {**self._how, "causal": self._causal, "mask": self._mask, "mask_indptr": self._mask_indptr}
+        how = {**self._how, "causal": self._causal, "mask": self._mask, "mask_indptr": self._mask_indptr, "scales": (k_scale, v_scale)}
         if self._variant is not None:
             sink, scale = args
             assert sink.dtype is torch.float32 and sink.shape == (q.shape[1],)
@@ -325,5 +327,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         kv_cache_sf: Any = None,
     ) -> Any:
         assert not args and q.shape[0] == len(self._bufs["last_page_len"])
-        how = {**self._how, "alibi": self._how["alibi"] and not (self._tensor_cores and self._backend == "fa3")}
+        how = {
+            **self._how,
+            "alibi": self._how["alibi"] and not (self._tensor_cores and self._backend == "fa3"),
+            "scales": (k_scale, v_scale),
+        }
         return self._attend(q, paged_kv_cache, out, lse, return_lse, **how)
