@@ -114,13 +114,15 @@ def _write_or_check(texts: dict[Path, str], check: bool, command: str) -> None:
 
 @app.command()
 def explain(
-    case: str, mode: Annotated[str | None, typer.Option(help="runner mode; default: the first that drives the case")] = None
+    case: str,
+    mode: Annotated[str | None, typer.Option(help="runner mode; default: the first that drives the case")] = None,
+    probe: Annotated[str, typer.Option(help="peaked, poison or needle: the last batch, and so the pool, differs")] = "peaked",
 ) -> None:
     """Show a case's layout as text: tables, masks, which token sees what."""
     from attnmatrix.matrix.explain import explain_case
     from attnmatrix.matrix.selection import explained_mode, find_cases
 
-    texts = [explain_case(found, explained_mode(found, mode)) for found in find_cases(case)]
+    texts = [explain_case(found, explained_mode(found, mode), probe) for found in find_cases(case)]
     typer.echo("\n\n".join(texts))
 
 

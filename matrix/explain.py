@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.placement import plan_pool
-from attnmatrix.cases.schedule import schedule
+from attnmatrix.cases.schedule import Schedule, schedule
+from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.record import Record
 
 MAX_ROWS = 24
@@ -34,16 +35,21 @@ def failure_message(record: Record) -> str:
     return "\n".join(lines)
 
 
-def explain_case(case: Case, mode: RunnerMode) -> str:
+def explain_case(case: Case, mode: RunnerMode, probe: str = "peaked") -> str:
     """The case's requests, page tables and, for each new token, the keys it may see (``#`` seen, ``.`` not).
 
-    Tables are those of the pool that ``mode`` builds, where the case's requests come first; the other batches follow.
+    Tables are those of the pool that ``mode`` builds under a ``probe``, where the case's requests come first; the other batches follow.
+    Raises UsageError for an unknown probe.
     """
-    return "\n".join(_lines(case, mode))
+    from attnmatrix.harness.probes import PROBES
+
+    recycled = {known.name: known.recycled for known in PROBES}
+    if probe not in recycled:
+        raise UsageError(f"unknown probe {probe!r}; known: {', '.join(recycled)}")
+    return "\n".join(_lines(case, mode, probe, schedule(case, mode, recycled[probe])))
 
 
-def _lines(case: Case, mode: RunnerMode) -> Iterator[str]:
-    steps = schedule(case, mode)
+def _lines(case: Case, mode: RunnerMode, probe: str, steps: Schedule) -> Iterator[str]:
     plan = plan_pool(steps.owners)
     yield f"case {case.id}{f' ({case.name})' if case.name else ''}"
     yield f"{case.kind.value}, {case.forward.value}, {case.heads.q} query heads on {case.heads.kv} key/value heads of dim {case.heads.dim}, {case.dtype}"
@@ -65,12 +71,18 @@ def _lines(case: Case, mode: RunnerMode) -> Iterator[str]:
         elif case.trees:
             yield f"  parents = {list(case.tree(request))}"
     yield ""
-    yield f"mode {mode.value} runs {len(steps.steps)} batches in this pool" + (
+    yield f"mode {mode.value} runs {len(steps.steps)} batches in this pool under the {probe} probe" + (
         f", captured at sizes {list(steps.captures)}:" if steps.captures else ":"
     )
     for number, step in enumerate(steps.steps):
         padded = f", padded to {step.padded} ({step.fill})" if steps.captures else ""
-        yield f"  step {number}: prefix {list(step.case.prefix_lens)}, new {list(step.case.new_lens)}{padded}"
+        places = (
+            ""
+            if not step.recycles
+            else ", other requests in the rows of those before"
+            + (" and in their pages" if step.follows == "recycled_pages" else ", in pages of their own")
+        )
+        yield f"  step {number}: prefix {list(step.case.prefix_lens)}, new {list(step.case.new_lens)}{padded}{places}"
 
 
 def _mask(case: Case, request: int) -> Iterator[str]:

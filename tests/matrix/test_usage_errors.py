@@ -44,6 +44,7 @@ WRONG: dict[str, str] = {
     "repro page_size_1 --backend nosuch --out r.py": "unknown backend 'nosuch'",
     "repro page_size_1 --backend auto --out r.py": "'auto' stands for",
     "explain page_size_1 --mode nosuch": "unknown mode 'nosuch'",
+    "explain page_size_1 --probe nosuch": "unknown probe 'nosuch'; known: peaked, poison, needle",
     "list cases --mode nosuch": "unknown mode 'nosuch'",
     "new-backend torch": "backend 'torch' exists already",
     "new-backend a,b": "backend name 'a,b'",
