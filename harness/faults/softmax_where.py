@@ -12,6 +12,7 @@ from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.faults.fault import Fault, NotInjected, add
 from attnmatrix.harness.faults.listed import BY_ID
 from attnmatrix.harness.faults.softmax_subject import SPLIT, SoftmaxSubject
+from attnmatrix.harness.probes import PEAKED
 
 Rule = Callable[[Case], bool]
 """Whether a fault alters what one batch computes, writes or prepares."""
@@ -141,8 +142,8 @@ def branches(case: Case) -> bool:
 
 
 def layout(case: Case, mode: RunnerMode) -> PoolPlan:
-    """The pool of a cell."""
-    return plan_pool(schedule(case, mode).batches)
+    """The pool of a cell under the peaked probe."""
+    return plan_pool(schedule(case, mode, PEAKED.recycled).owners)
 
 
 def used_pages(case: Case, mode: RunnerMode) -> set[int]:
