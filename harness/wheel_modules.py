@@ -11,21 +11,23 @@ from types import ModuleType
 
 from attnmatrix.harness.installed import installed_file
 
-_LOADED: dict[tuple[str, str], ModuleType] = {}
+_LOADED: dict[tuple[str, tuple[str, ...]], dict[str, ModuleType]] = {}  # by distribution and stand-ins
 
 
 def load_modules(distribution: str, names: Sequence[str], stand_ins: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
-    """Import modules by their dotted names, once each; the packages above them are empty and their ``__init__`` does not run.
+    """Import modules by their dotted names, once for each set of stand-ins; the packages above them are empty and their ``__init__`` does not
+    run.
 
     ``stand_ins``, by dotted name, take the place of modules that need far more than the kernels do. What the imports leave in
     ``sys.modules`` is taken out again, and what was there before is put back. Raises LookupError when the distribution is absent or has
     no such file.
     """
-    wanted = {name: installed_file(distribution, f"{name.replace('.', '/')}.py") for name in names if (distribution, name) not in _LOADED}
-    if wanted:
-        with _hollow_packages(wanted, stand_ins):
-            _LOADED.update({(distribution, name): importlib.import_module(name) for name in wanted})
-    return {name: _LOADED[distribution, name] for name in names}
+    loaded = _LOADED.setdefault((distribution, tuple(sorted(stand_ins))), {})
+    if any(name not in loaded for name in names):
+        files = {name: installed_file(distribution, f"{name.replace('.', '/')}.py") for name in names}
+        with _hollow_packages(files, {**stand_ins, **loaded}):
+            loaded.update({name: importlib.import_module(name) for name in names})
+    return {name: loaded[name] for name in names}
 
 
 @contextmanager

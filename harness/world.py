@@ -48,7 +48,8 @@ class World:
         self.num_requests = max((requests.stop for requests in numbered), default=0)
         taken_over = sum(step.case.batch_size for step in self.schedule.steps if step.follows == "recycled_rows")  # the last ones
         self.req_rows = spread(self.num_requests - taken_over, seed)
-        tracked = [r for requests, batch in zip(numbered, self.schedule.batches, strict=True) for r in _tracked(requests, batch)]
+        each = [r for requests, batch in zip(numbered, self.schedule.batches, strict=True) for r in _tracked(requests, batch)]
+        tracked = list(dict.fromkeys(each))  # a request that takes a place over has its number too
         slots = spread(self.num_requests + len(tracked), seed ^ 0x57A7E)  # another order: a row is no slot
         self.state_slots, self.track_slots = slots[: self.num_requests], dict(zip(tracked, slots[self.num_requests :], strict=True))
         for requests, step in zip(numbered, self.schedule.steps, strict=True):

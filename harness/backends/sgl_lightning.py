@@ -98,17 +98,22 @@ class SglLightning(AttentionBackend):
         return self._backends[topk]
 
     def _build(self, topk: int) -> Any:
-        """For the slice of a model whose slopes these are; heads in another order than the class has them keep its values."""
-        slopes = self.context.slopes
-        assert slopes is not None
-        for settings in (Settings(topk, rank, ranks) for ranks in RANKS for rank in range(ranks)):
-            backend = build_backend(self._engine, self.context, self._pools, settings)
-            if torch.allclose(torch.stack([slope.flatten() for slope in backend.tp_slope]), slopes, rtol=1e-5, atol=0):
-                return backend
-        backend = build_backend(self._engine, self.context, self._pools, Settings(topk))
-        order = (backend.tp_slope[0].flatten()[None, :] - slopes[0][:, None]).abs().argmin(dim=1)
+        """For the slice of a model whose slopes come nearest to these; its heads in the order of these, its values its own."""
+        slices = (Settings(topk, rank, ranks) for ranks in RANKS for rank in range(ranks))
+        built = (build_backend(self._engine, self.context, self._pools, settings) for settings in slices)
+        backend, order = min(((each, self._order(each)) for each in built), key=lambda pair: self._distance(*pair))
         backend.tp_slope = [slope[order] for slope in backend.tp_slope]
         return backend
+
+    def _order(self, backend: Any) -> Tensor:
+        """int64 ``[H]``: the class's head whose slope is nearest to each of these."""
+        assert self.context.slopes is not None
+        return (backend.tp_slope[0].flatten()[None, :] - self.context.slopes[0][:, None]).abs().argmin(dim=1)
+
+    def _distance(self, backend: Any, order: Tensor) -> float:
+        assert self.context.slopes is not None
+        own = torch.stack([slope.flatten()[order] for slope in backend.tp_slope])
+        return float((own - self.context.slopes).abs().max())
 
     def _tell_slots(self, batch: Batch) -> None:
         """The engine's table of state slots, for the rows of this batch."""

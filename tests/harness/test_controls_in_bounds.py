@@ -11,7 +11,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.suites import suite
 from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.controls import CONTROLS
-from attnmatrix.harness.probes import PEAKED
+from attnmatrix.harness.probes import PLAIN
 from attnmatrix.harness.world import World
 from attnmatrix.references.visibility import visible_keys
 
@@ -25,7 +25,7 @@ def test_lengths_stay_what_a_batch_can_have(control, kind) -> None:  # type: ign
     """Host and device lengths agree, no prefix is negative, no request is longer than its table row."""
     for mode in (RunnerMode.EAGER, RunnerMode.VERIFY):
         for case in [case for case in suite(kind, mode) if control.applies(case) and max(case.kv_lens) < 300][::4]:
-            world = World(case, mode, PEAKED, Conventions(), CPU)
+            world = World(case, mode, PLAIN, Conventions(), CPU)
             given = control.batch(world.batch(0), control.context(world, world.context))
             lens = given.prefix_lens if given.forward_mode.seq_lens_is_prefix else given.kv_lens
             assert given.seq_lens.tolist() == list(lens), case.id
@@ -41,7 +41,7 @@ def test_another_page_holds_a_cached_key_that_is_seen() -> None:
     cases = [case for case in suite(AttentionKind.SOFTMAX, RunnerMode.EAGER) if case.window and control.applies(case)]
     checked = 0
     for case in [parse_case(WINDOWED), *(case for case in cases if max(case.kv_lens) < 300)]:
-        world = World(case, RunnerMode.EAGER, PEAKED, Conventions(), CPU)
+        world = World(case, RunnerMode.EAGER, PLAIN, Conventions(), CPU)
         moved = control.context(world, world.context).req_to_token != world.req_to_token
         for step in world.steps:
             for local, (request, prefix, new) in enumerate(zip(step.requests, step.case.prefix_lens, step.case.new_lens, strict=True)):

@@ -97,7 +97,17 @@ class _Wrapper:
 
     def _module(self, backend: str) -> tuple[Any, ...]:
         how = self._how
-        return "prefill", backend, DTYPES[self._q_dtype], self._heads[2], how["alibi"], how["window_left"] >= 0, how["soft_cap"] > 0
+        quantised = "fp8e4m3" if self._kv_dtype is torch.float8_e4m3fn else ""
+        return (
+            "prefill",
+            backend,
+            DTYPES[self._q_dtype],
+            quantised,
+            self._heads[2],
+            how["alibi"],
+            how["window_left"] >= 0,
+            how["soft_cap"] > 0,
+        )
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -133,7 +143,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             assert set(jit_kwargs or {}) == {"use_sliding_window", "use_fp16_qk_reduction", "pos_encoding_mode"}
             window = (jit_kwargs or {})["use_sliding_window"]
             assert jit_args[0] == get_batch_prefill_attention_sink_uri(backend, *jit_args[1:7], 0, window)
-            MODULES.add(("sinks", backend, DTYPES[jit_args[1]], jit_args[5], False, window, False))
+            MODULES.add(("sinks", backend, DTYPES[jit_args[1]], "", jit_args[5], False, window, False))
 
     def plan(
         self,

@@ -55,7 +55,7 @@ def trtllm_batch_decode_with_kv_cache(
     assert isinstance(bmm1_scale, float) and isinstance(bmm2_scale, float)
     assert workspace_buffer.dtype is torch.uint8 and len(workspace_buffer) > 8 << 20
     group = heads // kv_cache[0].shape[1 if kv_layout == "HND" else 2]
-    MODULES.add(("xqa", "", DTYPES[query.dtype], query.shape[2], False, window_left >= 0, False, page, group, width))
+    MODULES.add(("xqa", "", DTYPES[query.dtype], "", query.shape[2], False, window_left >= 0, False, page, group, width))
     columns = block_tables.shape[1]
     starts = torch.arange(requests + 1, dtype=torch.int32)
     bits = None
