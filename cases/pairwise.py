@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import combinations
 
-from attnmatrix.cases.case import AttentionKind, Case
+from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.cases.schedule import story_steps
 from attnmatrix.cases.story import parse_story
 
@@ -88,6 +88,12 @@ def pairwise_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
     return _cover(cases, lambda case: frozenset(combinations(sorted(axis_values(case).items()), 2)) | _singles(single_values(case)))
 
 
+@cache
+def single_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """Cases that still meet every single axis value that ``cases`` meet."""
+    return _cover(cases, lambda case: _singles({**axis_values(case), **runner_values(case)}) | _singles(single_values(case)))
+
+
 def runner_values(case: Case) -> dict[str, object]:
     """What a runner can get wrong; everything else is the kernel's own affair, which eager cells cover."""
     return {
@@ -107,9 +113,18 @@ def runner_values(case: Case) -> dict[str, object]:
 
 
 @cache
-def runner_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Cases that still meet every single one of the :func:`runner_values` that ``cases`` meet."""
-    return _cover(cases, lambda case: _singles(runner_values(case)))
+def runner_subset(cases: Sequence[Case], fewest: bool = False) -> tuple[Case, ...]:
+    """Cases that still meet every single one of the :func:`runner_values` that ``cases`` meet. With ``fewest`` neither the kind of draft nor
+    whether an extend batch is called mixed counts: a runner does the same with them."""
+
+    def wants(case: Case) -> frozenset[Pair]:
+        values = runner_values(case)
+        if fewest:
+            del values["draft"]
+            values["forward"] = ForwardMode.EXTEND if case.forward is ForwardMode.MIXED else case.forward
+        return _singles(values)
+
+    return _cover(cases, wants)
 
 
 def work(case: Case) -> int:

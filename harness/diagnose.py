@@ -13,6 +13,7 @@ import torch
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.schedule import schedule
+from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.faults.fault import Fault, faults
 from attnmatrix.harness.faults.softmax_subject import SPLIT
 from attnmatrix.harness.matching import SLACK, Search, wrong_quantities
@@ -94,7 +95,7 @@ def diagnose(row: Row, mode: RunnerMode, case: Case, device: torch.device, trial
         return Diagnosis(why=CONTINUED)
     if any(len(outputs) != len(trial.outputs[0]) for outputs in trial.outputs):
         return Diagnosis(why="no diagnosis: attention did not run once for each layer")
-    candidates = [fault for fault in faults() if fault.attention is row.kind and fault.applies(case, mode)]
+    candidates = candidates_for(row, mode, case)
     if len(candidates) * _seconds(case, mode) > LONGEST:
         return Diagnosis(why=TOO_LARGE)
     search = Search(row, mode, case, device, trial)
@@ -113,6 +114,13 @@ def diagnose(row: Row, mode: RunnerMode, case: Case, device: torch.device, trial
         why = f"{UNEXPLAINED}: none of {len(candidates)} faults produces the same"
         return Diagnosis(subject=subject, why=why, **other)  # type: ignore[arg-type]
     return Diagnosis(tuple(fit.fault for fit in told), max(fit.error for fit in told), subject, **other)  # type: ignore[arg-type]
+
+
+def candidates_for(row: Row, mode: RunnerMode, case: Case) -> list[Fault]:
+    """The faults to try: those of the row's kind that apply to the case in this mode. One that is about a layout of the pool is tried on that
+    layout alone: on another its indices may lie outside the pool, which on a GPU ends the process."""
+    layouts = (Conventions().kv_layout, row.conventions.kv_layout)
+    return [f for f in faults() if f.attention is row.kind and f.conventions.kv_layout in layouts and f.applies(case, mode)]
 
 
 def _chain(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.faults.fault import Fault
 from attnmatrix.harness.forced import ForcedBackend, run_padded
 from attnmatrix.harness.measure import FACTOR, limits, relative_rms
-from attnmatrix.harness.probes import PROBES
+from attnmatrix.harness.probes import PROBES, Probe
 from attnmatrix.harness.produced import produced_states
 from attnmatrix.harness.registry import Row
 from attnmatrix.harness.rounding import TF32_PRODUCTS
@@ -54,7 +54,7 @@ class Search:
 
     def __init__(self, row: Row, mode: RunnerMode, case: Case, device: torch.device, trial: Trial) -> None:
         self.row, self.mode, self.case, self.device, self.trial = row, mode, case, device, trial
-        self.probe = next(probe for probe in PROBES if probe.name == trial.probe)
+        self.probe = _probe_of(trial)
         self.limits = {(m.quantity, m.step, m.layer): m for verdict in trial.verdicts for m in verdict.measurements}
         self.problems = tuple(problem for verdict in trial.verdicts for problem in verdict.problems)
         self.worlds: dict[Conventions, tuple[World, list[Tensor]]] = {}
@@ -160,7 +160,7 @@ class Search:
         )
 
     def _faulty_trial(self, fault: Fault) -> Trial:
-        return _faulty_trial(fault, self.conventions(fault), self.mode, self.case, self.device, self.trial.probe)
+        return _faulty_trial(fault, self.conventions(fault), self.mode, self.case, self.device, self.probe)
 
     def same_guards(self, fault: Fault) -> int:
         """0: the guards say the same of both, 1: the same kinds of things, 2: something else."""
@@ -171,11 +171,17 @@ class Search:
 
 
 @lru_cache(maxsize=512)
-def _faulty_trial(fault: Fault, conventions: Conventions, mode: RunnerMode, case: Case, device: torch.device, probe: str) -> Trial:
+def _faulty_trial(fault: Fault, conventions: Conventions, mode: RunnerMode, case: Case, device: torch.device, probe: Probe) -> Trial:
     """The faulty subject's own trial, without its outputs."""
-    given = next(known for known in PROBES if known.name == probe)
-    trial = run_trial(replace(fault.row(), conventions=conventions), mode, case, device, given)
+    trial = run_trial(replace(fault.row(), conventions=conventions), mode, case, device, probe)
     return replace(trial, outputs=(), states=())
+
+
+def _probe_of(trial: Trial) -> Probe:
+    """The probe of a trial, with the taking over that its batches had."""
+    known = next(probe for probe in PROBES if probe.name == trial.probe)
+    taken = [step.follows for step in trial.plan.steps if step.recycles]
+    return replace(known, recycled=taken[-1] if taken else "")
 
 
 def wrong_quantities(trial: Trial) -> frozenset[str]:

@@ -37,6 +37,9 @@ def run(
     ] = DEFAULT_LIMIT,
     full: Annotated[bool, typer.Option("--full", help="interpreted rows run every case")] = False,
     evidence: Annotated[Path | None, typer.Option(help="write the records to this file")] = None,
+    missing_from: Annotated[
+        Path | None, typer.Option("--missing-from", help="only cells of which this evidence has no record of this code and machine")
+    ] = None,
     plugin: Annotated[list[str] | None, typer.Option(help="Python file with more rows; repeatable")] = None,
 ) -> None:
     """Run cells and say whether each is as its row declares (exit 0) or not (exit 1)."""
@@ -50,10 +53,16 @@ def run(
         raise UsageError("no cell to run: " + ("; ".join(chosen.not_run()) or "no case of this kind belongs to this mode"))
     if evidence is not None:
         check_place(evidence)
-    raise typer.Exit(_pytest(chosen, workers, limit, evidence))
+    if missing_from is not None:
+        from attnmatrix.matrix.recorded import without_recorded
+
+        if not without_recorded(cells, missing_from, where):
+            typer.echo(f"nothing to run: {missing_from} has a record of each of the {len(cells)} cells")
+            raise typer.Exit(0)
+    raise typer.Exit(_pytest(chosen, workers, limit, evidence, missing_from))
 
 
-def _pytest(chosen: object, workers: int, limit: int, evidence: Path | None) -> int:
+def _pytest(chosen: object, workers: int, limit: int, evidence: Path | None, missing_from: Path | None) -> int:
     import pytest
 
     from attnmatrix.matrix.selection import Selection
@@ -70,6 +79,7 @@ def _pytest(chosen: object, workers: int, limit: int, evidence: Path | None) -> 
         arguments += [word for value in values for word in (option, value)]
     arguments += ["--full"] if chosen.full else []
     arguments += ["--evidence", str(evidence)] if evidence else []
+    arguments += ["--missing-from", str(missing_from)] if missing_from else []
     arguments += ["-n", str(workers), "--max-worker-restart", str(MOST_CRASHES)] if workers else []
     arguments += ["--time-limit", str(limit)]
     code = int(pytest.main([*arguments, str(target)]))

@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--case", action="append", default=[], metavar="ID", help="only this case, by id or name (repeatable)")
     group.addoption("--device", default=None, metavar="D", help="cpu or cuda (default: cuda where there is one)")
     group.addoption("--full", action="store_true", help="interpreted rows run every case, not a pairwise-covering subset")
+    group.addoption("--missing-from", default=None, metavar="EVIDENCE", help="only cells that this evidence has no record of")
     group.addoption("--evidence", default=None, metavar="FILE", help="write the run's records to FILE (JSON lines)")
     group.addoption(
         "--time-limit", type=int, default=DEFAULT_LIMIT, metavar="S", help="seconds after which a cell in a worker (-n) ends as crash"
@@ -60,6 +61,16 @@ def selection(config: pytest.Config) -> Selection:
         full=bool(option("--full")),
         plugins=tuple(option("--plugin")),
     )
+
+
+def chosen_cells(config: pytest.Config) -> tuple[CellId, ...]:
+    """The cells of the selection, less those recorded in ``--missing-from``. Raises UsageError."""
+    chosen, recorded = selection(config), config.getoption("--missing-from")
+    if recorded is None:
+        return chosen.cells()
+    from attnmatrix.matrix.recorded import without_recorded
+
+    return without_recorded(chosen.cells(), Path(recorded), chosen.device)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,7 +98,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames and metafunc.function.__module__ == "attnmatrix.matrix.test_cells":
         try:
-            cells = selection(metafunc.config).cells()
+            cells = chosen_cells(metafunc.config)
         except UsageError as error:
             raise pytest.UsageError(str(error)) from error
         metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells])

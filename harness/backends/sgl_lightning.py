@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,9 @@ class SglLightning(AttentionBackend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         prepare_triton(context.device, interpreted=True)
+        from attnmatrix.harness.scratch import fenced_scratch
+
+        self._fenced_scratch = fenced_scratch
         self._engine, self._pools = load_engine(), Pools(context)
         self._backends: dict[int, Any] = {}
         heads = context.heads
@@ -67,7 +71,8 @@ class SglLightning(AttentionBackend):
         if not batch.num_tokens:
             return torch.empty_like(q).flatten(1)
         meta.backend.forward_metadata = meta.planned
-        out: Tensor = meta.backend.forward(q, k, v, self._layers[layer_id], meta.forward_batch)
+        with self._fenced_scratch() if batch.forward_mode in seg_la.PROMPTS else nullcontext():
+            out: Tensor = meta.backend.forward(q, k, v, self._layers[layer_id], meta.forward_batch)
         return out
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata:

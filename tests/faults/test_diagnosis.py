@@ -16,13 +16,16 @@ from attnmatrix.harness import diagnose as module
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.capabilities import Capabilities, Conventions, KnownFault, RoundingStep
 from attnmatrix.harness.cell import CellResult, run_cell
-from attnmatrix.harness.diagnose import Diagnosis, diagnose
+from attnmatrix.harness.diagnose import Diagnosis, candidates_for, diagnose
 from attnmatrix.harness.faults.diagnosis_score import ALIKE, NAMED, diagnosis_score, score_diagnosis
 from attnmatrix.harness.faults.fault import Fault, faults
 from attnmatrix.harness.faults.lightning_subject import LightningSubject
 from attnmatrix.harness.faults.softmax_subject import Partial, SoftmaxSubject
+from attnmatrix.harness.forced import ForcedBackend
+from attnmatrix.harness.matching import Search
 from attnmatrix.harness.probes import PEAKED
 from attnmatrix.harness.registry import Row, UsageError, find_row
+from attnmatrix.harness.runners.eager import run_eager
 from attnmatrix.harness.trial import run_trial
 
 CPU = torch.device("cpu")
@@ -193,3 +196,19 @@ def test_a_real_kernel_is_diagnosed() -> None:
     assert result.diagnosis.startswith(
         "output equals the reference with the causal mask of requests with several new tokens aligned top-left (Y80)"
     )
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])
+def test_no_fault_that_is_tried_leaves_the_pool(layout: str) -> None:
+    """What raises on a CPU, an index out of bounds, ends the process on a GPU: there is nothing to catch."""
+    case, mode = parse_case("extend-p16-prefix0.20.33-new18.7.1-h4x2x64-bf16-shuffled-alibi"), RunnerMode.EAGER
+    row = replace(find_row("torch", AttentionKind.SOFTMAX), conventions=Conventions(kv_layout=layout))  # type: ignore[arg-type]
+    trial = run_trial(row, mode, case, torch.device("cpu"), PEAKED)
+    search = Search(row, mode, case, torch.device("cpu"), trial)
+    tried = candidates_for(row, mode, case)
+    assert ("B34" in [fault.id for fault in tried]) is (layout == "interleaved")
+    for fault in tried:
+        world = search.world(fault)
+        backend = ForcedBackend(world, fault.subject(world.context), trial.outputs, lambda step, layer, out: None)
+        for _ in run_eager(world, backend):
+            backend.collect()
