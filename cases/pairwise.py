@@ -96,6 +96,7 @@ def single_subset(cases: Sequence[Case]) -> tuple[Case, ...]:
 
 def runner_values(case: Case) -> dict[str, object]:
     """What a runner can get wrong; everything else is the kernel's own affair, which eager cells cover."""
+    paged = case.kind is AttentionKind.SOFTMAX
     return {
         "forward": case.forward,
         "without tokens": 0 in case.new_lens,
@@ -105,8 +106,8 @@ def runner_values(case: Case) -> dict[str, object]:
         "trees": bool(case.trees),
         "draft": case.draft_kind,
         "requests": min(case.batch_size, 2),
-        "scratch": case.scratch,
-        "placement": case.placement,
+        "scratch": case.scratch if paged else "",
+        "placement": case.placement if paged else "",
         "window": case.window is not None,
         "cache": (case.forward, case.kv_dtype),
     }

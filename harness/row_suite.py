@@ -37,7 +37,7 @@ def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case
         return runner_subset(whole) if mode.uses_graph and device == "cpu" and not full else whole
     if row.interpreted and mode.uses_graph:
         whole = tuple({case.id: case for case in (_narrow(case) for case in whole)}.values())
-    bound = GRAPH_WORK if mode.uses_graph else EAGER_WORK
+    bound = GRAPH_WORK if mode.uses_graph or row.name in SINGLES else EAGER_WORK
     cheap = tuple(case for case in whole if work(case) <= bound)
     if mode.uses_graph:
         return runner_subset(
