@@ -17,7 +17,7 @@ from attnmatrix.cases.pairwise import pairwise_subset, runner_subset, single_sub
 from attnmatrix.cases.suites import gpu_suite, suite
 from attnmatrix.harness.registry import Row
 
-EAGER_WORK, GRAPH_WORK = 4_000_000, 1_000_000  # see ``work``: a few seconds of interpreted kernels each
+EAGER_WORK, GRAPH_WORK = 8_000_000, 1_000_000  # see ``work``: a few seconds of interpreted kernels each
 SINGLES = ("sgl-lightning", "torch-vk", "flex")
 """Rows whose cells need not meet pairs of values on a CPU: they run another row's kernels, or not the kernel that a GPU runs."""
 

@@ -43,7 +43,9 @@ def facts() -> dict[str, ModuleType]:
 def test_modules_import_each_other_and_the_stand_in() -> None:
     loaded = wheel_modules.load_modules("wheel", ["wheel.ops.first"], facts())["wheel.ops.first"]
     assert (loaded.two, loaded.fact) == (2, "stands in")
-    assert wheel_modules.load_modules("wheel", ["wheel.ops.first"], {})["wheel.ops.first"] is loaded
+    assert wheel_modules.load_modules("wheel", ["wheel.ops.first"], facts())["wheel.ops.first"] is loaded
+    with pytest.raises(ImportError):
+        wheel_modules.load_modules("wheel", ["wheel.ops.first"], {})  # what it was loaded with is not there for others
 
 
 @pytest.mark.usefixtures("wheel")
