@@ -7,13 +7,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from strict_flashinfer_wrappers import (
-    MODULES,
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-    determine_attention_backend,
-    get_batch_prefill_attention_sink_uri,
-)
+from strict_flashinfer_decode import BatchDecodeWithPagedKVCacheWrapper
+from strict_flashinfer_prefill import BatchPrefillWithPagedKVCacheWrapper
+from strict_flashinfer_wrappers import MODULES, determine_attention_backend, get_batch_prefill_attention_sink_uri
 from strict_flashinfer_xqa import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 
 
