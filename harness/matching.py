@@ -24,7 +24,7 @@ from attnmatrix.harness.measure import FACTOR, limits, relative_rms
 from attnmatrix.harness.probes import PROBES, Probe
 from attnmatrix.harness.produced import produced_states
 from attnmatrix.harness.registry import Row
-from attnmatrix.harness.rounding import TF32_PRODUCTS
+from attnmatrix.harness.rounding import TF32_PRODUCTS, tf32
 from attnmatrix.harness.runners import RUNNERS, Runner
 from attnmatrix.harness.runners.eager import run_eager
 from attnmatrix.harness.trial import Trial, run_trial
@@ -214,9 +214,9 @@ def _factors_cut(subject: AttentionBackend) -> AttentionBackend:
 
 
 def _tf32(tensor: Tensor) -> Tensor:
-    """float32 without the 13 mantissa bits that tensor cores do not read; its strides as they were."""
+    """A float32 tensor cut to TF32 that keeps its strides."""
     cut = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return cut.copy_((tensor.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32))
+    return cut.copy_(tf32(tensor))
 
 
 def _distance(found: Tensor, mine: Tensor, limit: Tensor) -> tuple[float, float]:
