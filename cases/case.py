@@ -81,7 +81,8 @@ class Case:
     ``kv_dtype`` is what the cache holds (``None``: ``dtype``), scaled by :meth:`kv_scales`. ``gain`` multiplies the queries, ``state_scale`` the random initial recurrent state, which the pool holds in ``state_dtype`` (``None``:
     float32). ``track_lens[i]`` new tokens of request i are to be snapshot into a second state slot (0: none), ``story`` says what the
     requests do next (see :mod:`attnmatrix.cases.story`), ``shard`` ``(rank, ranks)`` which slice of a model's heads these are.
-    ``spare_pages`` of no request are added to the pool, so that pages lie further apart.
+    ``spare_pages`` of no request are added to the pool, so that pages lie further apart. Every score is ``score_drop`` lower than the queries and
+    keys would give by themselves, which changes no softmax.
     Raises ValueError for a description that no engine could produce.
     """
 
@@ -111,6 +112,7 @@ class Case:
     story: str = ""
     shard: tuple[int, int] = (0, 1)
     spare_pages: int = 0
+    score_drop: float = 0.0
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -191,6 +193,8 @@ class Case:
             parts.append("track" + _format_lens(self.track_lens))
         if self.spare_pages:
             parts.append(f"spare{self.spare_pages}")
+        if self.score_drop:
+            parts.append("drop" + _format_number(self.score_drop))
         if self.shard != (0, 1):
             parts.append("shard{}of{}".format(*self.shard))
         if self.story:
@@ -204,7 +208,7 @@ class Case:
         """Hash of the fields that differ from their defaults; the name does not count. Equal cases have equal hashes."""
         content = {f.name: getattr(self, f.name) for f in fields(self) if f.compare and getattr(self, f.name) != f.default}
         content["heads"] = str(self.heads)
-        for name in {"soft_cap", "gain", "state_scale"} & content.keys():
+        for name in {"soft_cap", "gain", "state_scale", "score_drop"} & content.keys():
             content[name] = float(content[name])
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 

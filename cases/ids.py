@@ -37,6 +37,7 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
     (rf"cap({_NUMBER})", "soft_cap"),
     (r"tree([r\d._]*)", "trees"),
     (rf"gain({_NUMBER})", "gain"),
+    (rf"drop({_NUMBER})", "score_drop"),
     (rf"state({_NUMBER})", "state_scale"),
     (r"kv(\w+)", "kv_dtype"),
     (r"states([a-z]+\d+)", "state_dtype"),
@@ -53,7 +54,7 @@ def _parse_value(name: str, text: str) -> object:
         return int(text)
     if name in ("prefix_lens", "new_lens", "track_lens"):
         return _parse_lens(text)
-    if name in ("soft_cap", "gain", "state_scale"):
+    if name in ("soft_cap", "gain", "state_scale", "score_drop"):
         return float(text)
     if name == "shard":
         rank, ranks = text.split("of")
@@ -76,7 +77,7 @@ def _parse_word(word: str) -> tuple[str, object] | None:
     if word in ("sinks", "alibi", "strided"):
         return word, True
     for pattern, name in _OPTIONS:
-        match = re.fullmatch(pattern, word)
+        match = re.fullmatch(pattern, word, re.ASCII)
         if match:
             return name, _parse_value(name, match.group(1))
     return None

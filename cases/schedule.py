@@ -25,8 +25,8 @@ class Step:
     ``fill`` says what padded rows carry: ``production`` (length 1, request row 0) or ``stale`` (what the buffers held).
     ``follows`` says what the batch has of the one before: ``same`` requests; ``renew`` (new requests without prefix in their slots);
     ``resume`` (other requests, from the snapshots); or, of other requests with the same lengths, ``recycled_rows`` (their request rows, now
-    over other pages and state slots) and ``recycled_pages`` (rows, pages and slots, which hold other keys, values and states by now).
-    ``accepted`` draft tokens of each request are committed after it.
+    over other pages and state slots, but for the first and the last page of every other request) and ``recycled_pages`` (rows, pages and
+    slots, which hold other keys, values and states by now). ``accepted`` draft tokens of each request are committed after it.
     """
 
     case: Case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from attnmatrix.cases import layouts, quantised, speculative, state_stories
+from attnmatrix.cases import combinations, layouts, quantised, speculative, state_stories
 from attnmatrix.cases.case import AttentionKind, Case, Scratch
 from attnmatrix.cases.modes import RunnerMode
 
@@ -52,9 +52,12 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from speculative.verify_windows()
             yield from speculative.verify_options()
             yield from quantised.fp8_verifies()
+            yield from combinations.verify_extremes()
         else:
             yield from state_stories.verify_branches()
             yield from state_stories.verify_stories()
+        if mode is RunnerMode.VERIFY:
+            yield from combinations.verify_combinations(kind)
         return
     if mode is RunnerMode.HANDOFF:
         yield from layouts.conversations(kind)
@@ -81,6 +84,7 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
         if mode is RunnerMode.EAGER:
             yield from layouts.large_shapes()
             yield from layouts.long_series(kind)
+            yield from combinations.extremes()
         yield from layouts.page256_variants()
         yield from quantised.fp8_batches()
     else:
@@ -90,3 +94,6 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from state_stories.kernel_branches()
             yield from state_stories.extend_stories()
             yield from layouts.long_series(kind)
+    if mode is RunnerMode.EAGER:
+        yield from combinations.extend_combinations(kind)
+        yield from combinations.decode_combinations(kind)

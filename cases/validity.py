@@ -89,6 +89,8 @@ def _option_problem(case: Case) -> str | None:
     for label, number in (("soft cap", case.soft_cap), ("gain", case.gain), ("state scale", case.state_scale)):
         if number is not None and not 0 < number < math.inf:
             return f"{label} must be positive and finite, got {number}"
+    if not 0 <= case.score_drop < math.inf:
+        return f"score drop must be >= 0 and finite, got {case.score_drop}"
     return f"seed must be >= 0, got {case.seed}" if case.seed < 0 else None
 
 
@@ -100,7 +102,7 @@ def _kind_problem(case: Case) -> str | None:
         wrong = [label for label, value in states.items() if value]
         return f"softmax attention has no {', '.join(wrong)}" if wrong else None
     given = {"window": case.window, "soft cap": case.soft_cap, "sinks": case.sinks, "ALiBi": case.alibi, "KV dtype": case.kv_dtype}
-    given["spare pages"] = case.spare_pages
+    given.update({"spare pages": case.spare_pages, "score drop": case.score_drop})
     wrong = [label for label, value in given.items() if value]
     return f"{case.kind.value} attention has no {', '.join(wrong)}" if wrong else None
 

@@ -12,6 +12,7 @@ from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.placement import shared_prefix_len
 from attnmatrix.cases.schedule import Schedule
 from attnmatrix.harness.dtypes import TORCH_DTYPES
+from attnmatrix.harness.lowered import Lowered
 from attnmatrix.harness.probes import Probe, needle_queries, orthogonal_keys, peaked
 
 NUM_LAYERS = 2
@@ -94,21 +95,27 @@ class Draws:
     def _draw(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (peaked(shape, self.generator) * scale).to(self.dtype)
 
+    def _keys(self, batch: Case, count: int) -> Tensor:
+        keys, lowered = self._draw(count, batch.heads.kv, batch.heads.dim), Lowered.of(batch)
+        return keys if lowered is None else lowered.keys(keys)
+
     def _layer_inputs(self, batch: Case, prefixes: tuple[Prefix, ...], layer: int) -> LayerInputs:
         heads, tokens = batch.heads, batch.num_tokens
         q = self._draw(tokens, heads.q, heads.dim, scale=batch.gain)
         k, v = self._draw(tokens, heads.kv, heads.dim), self._draw(tokens, heads.kv, heads.dim)
+        lowered = Lowered.of(batch)
+        if lowered is not None:
+            q, k = lowered.queries(q), lowered.keys(k)
         if self.probe.inputs != "needle":
             return self._placed(q, k, v)
         if batch.kind is not AttentionKind.SOFTMAX:
             queries, keys = orthogonal_keys(batch, self.generator)
             return self._placed(queries.to(self.dtype), keys.to(self.dtype), v)
         starts = [sum(batch.new_lens[:r]) for r in range(batch.batch_size)]
-        aligned = [
-            needle_queries(batch, r, torch.cat([prefixes[r].keys[layer], k[start : start + batch.new_lens[r]]]))
-            for r, start in enumerate(starts)
-        ]
-        return self._placed(torch.cat([q[:0].float(), *aligned]).to(self.dtype), k, v)
+        keys = [torch.cat([prefixes[r].keys[layer], k[start : start + batch.new_lens[r]]]) for r, start in enumerate(starts)]
+        aligned = [needle_queries(batch, r, own if lowered is None else lowered.plain(own)) for r, own in enumerate(keys)]
+        queries = torch.cat([q[:0].float(), *aligned])
+        return self._placed((queries if lowered is None else lowered.queries(queries)).to(self.dtype), k, v)
 
     def _placed(self, *planned: Tensor) -> LayerInputs:
         return LayerInputs(*(tensor.to(self.device) for tensor in planned))
@@ -127,7 +134,7 @@ class Draws:
         common = shared_prefix_len(batch)
         donor: Prefix | None = None
         for length in batch.prefix_lens:
-            keys = tuple(self._draw(length, heads.kv, heads.dim) for _ in range(NUM_LAYERS))
+            keys = tuple(self._keys(batch, length) for _ in range(NUM_LAYERS))
             values = tuple(self._draw(length, heads.kv, heads.dim) for _ in range(NUM_LAYERS))
             if common and length >= batch.page_size:
                 if donor is None:

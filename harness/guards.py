@@ -15,6 +15,7 @@ from attnmatrix.harness.quantise import steps_apart
 from attnmatrix.harness.world import World
 
 if TYPE_CHECKING:
+    from attnmatrix.harness.batch import Batch
     from attnmatrix.harness.runners.recorder import AttentionCall, StepRun
 
 
@@ -37,6 +38,7 @@ class Guards:
 
     def _remember(self) -> None:
         kv, states = self.world.context.kv, self.world.context.states
+        self._kv = self._states = None  # frees what was remembered before: pools may fill most of the memory
         self._kv = kv.snapshot() if kv is not None else None
         self._states = states.snapshot() if states is not None else None
 
@@ -61,11 +63,12 @@ class Guards:
         world, step = self.world, self.world.steps[run.index]
         self._expect_commit(run.index - 1)
         self._hand_over()
+        batch = world.batch(run.index)
         problems = [*self._tables(), *self._canaries()]
         for call in run.calls:
             problems += [f"layer {call.layer}: forward modified its input {name}" for name in call.changed_inputs()]
         if world.context.kv is not None:
-            problems += self._compare_kv({call.layer: (call.k, call.v) for call in run.calls}, run)
+            problems += self._compare_kv({call.layer: (call.k, call.v) for call in run.calls}, batch.out_loc)
         if world.context.states is not None:
             verify = step.case.forward is ForwardMode.TARGET_VERIFY
             rows = [r for r, new in enumerate(step.case.new_lens) if new or not step.case.prefix_lens[r]]
@@ -74,11 +77,11 @@ class Guards:
             spots = {(r, d) for r, new in enumerate(step.case.new_lens) for d in range(new)}
             problems += self._compare_states({} if verify else dict.fromkeys(range(NUM_LAYERS), own), spots if verify else {})
         self._remember()
-        return problems or [line for call in run.calls for line in self._late(call, run.index)]
+        return problems or [line for call in run.calls for line in self._late(call, batch)]
 
-    def _late(self, call: AttentionCall, index: int) -> list[str]:
+    def _late(self, call: AttentionCall, batch: Batch) -> list[str]:
         """What the batch's own slots of a layer hold must be there when that layer's call returns: the next layer, or another batch, may run."""
-        now = held(self.world.context, self.world.batch(index), call.layer)
+        now = held(self.world.context, batch, call.layer)
         same = all(torch.equal(bits(then[: len(later)]), bits(later)) for then, later in zip(call.left, now, strict=bool(call.left)))
         return [] if same else [f"layer {call.layer}: the batch's own slots were written after the layer's call had returned"]
 
@@ -106,12 +109,12 @@ class Guards:
             if fenced.broken()
         ]
 
-    def _compare_kv(self, written: dict[int, tuple[Tensor, Tensor]], run: StepRun | None = None, spare_own: bool = True) -> list[str]:
+    def _compare_kv(self, written: dict[int, tuple[Tensor, Tensor]], own: Tensor | None = None, spare_own: bool = True) -> list[str]:
+        """``own``: the slots of the step that wrote; None where none did, when the new tokens' slots of any step may be spared."""
         world, kv = self.world, self.world.context.kv
         if kv is None or self._kv is None:
             return []
-        own = range(len(world.steps)) if run is None else (run.index,)
-        out_loc = torch.cat([world.batch(index).out_loc for index in own])
+        out_loc = torch.cat([world.batch(index).out_loc for index in range(len(world.steps))]) if own is None else own
         page, offset = out_loc // kv.page_size, out_loc % kv.page_size
         problems = []
         for layer in range(NUM_LAYERS):
@@ -123,12 +126,12 @@ class Guards:
                 if layer in written and kv.quantised:
                     differs[page, offset] &= steps_apart(found[page, offset], want[page, offset]) > 1
                 wrong = differs.flatten(2).any(dim=-1).flatten()
-                if run is None and spare_own:
+                if own is None and spare_own:
                     wrong[out_loc] = False
                 if world.pool_plan.scratch_page is not None:
                     wrong[world.scratch_slots] = False
                 if bool(wrong.any()):
-                    problems.append(self._describe(layer, name, wrong, set(out_loc.tolist()) if run is not None else set()))
+                    problems.append(self._describe(layer, name, wrong, set(out_loc.tolist()) if own is not None else set()))
         return problems
 
     def _describe(self, layer: int, name: str, wrong: Tensor, out_loc: set[int]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attnmatrix.cases.case import Case
 from attnmatrix.cases.placement import PoolPlan
 from attnmatrix.harness.probes import Poison
 
@@ -44,6 +45,17 @@ def token_rows(plan: PoolPlan, lens: Sequence[int], poison: Poison, seed: int) -
             slots = torch.tensor(pages_of).repeat_interleave(size) * size + columns[: len(pages_of) * size]
             table[request, : len(slots)] = slots.int()
     return table
+
+
+def keep_ends(rows: Tensor, before: Sequence[int], after: Sequence[int], batch: Case) -> None:
+    """Let every other request of ``after`` whose pages number three or more have the first and the last page of the request of ``before`` whose
+    place it takes: a table that is known again by its ends is another all the same. Changes ``rows`` of :func:`token_rows`."""
+    size = batch.page_size
+    for old, new, length in list(zip(before, after, batch.kv_lens, strict=True))[::2]:
+        last = (length - 1) // size * size
+        if last >= 2 * size:
+            for page in (slice(0, size), slice(last, last + size)):
+                rows[new, page] = rows[old, page]
 
 
 def token_table(rows: Tensor, places: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.placement import PoolPlan, plan_pool
-from attnmatrix.cases.schedule import Schedule, schedule
+from attnmatrix.cases.schedule import RECYCLED, Schedule, schedule
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.context import Context
@@ -18,7 +18,7 @@ from attnmatrix.harness.dtypes import TORCH_DTYPES
 from attnmatrix.harness.history import Histories
 from attnmatrix.harness.pools import KVPool, StatePool
 from attnmatrix.harness.probes import Poison, Probe, fill_keys, fill_states, fill_values
-from attnmatrix.harness.token_table import SPARE_ROWS, spread, token_rows, token_table
+from attnmatrix.harness.token_table import SPARE_ROWS, keep_ends, spread, token_rows, token_table
 from attnmatrix.references.slopes import alibi_slopes, lightning_slopes
 
 UNTOUCHED = 54321.0
@@ -58,6 +58,9 @@ class World:
         self.histories = Histories()
         lens = [n for batch in owners for n in batch.kv_lens]
         self._token_rows = token_rows(self.pool_plan, lens, probe.poison, seed).to(device)  # by request, while the row is the request's
+        for before, requests, step in zip(numbered, numbered[1:], self.schedule.steps[1:], strict=False):
+            if step.follows == "recycled_rows":
+                keep_ends(self._token_rows, before, requests, step.case)
         self.req_to_token = token_table(self._token_rows, self.req_rows)
         for before, step in zip(numbered, self.schedule.steps[1:], strict=False):
             if step.follows == "recycled_rows":
@@ -149,7 +152,7 @@ class World:
     def _fill_live(self) -> None:
         """What the requests of every batch have cached, but for those whose places still belong to others."""
         for index, step in enumerate(self.steps):
-            if step.follows in ("", "recycled_rows"):
+            if not step.follows:
                 self._store(index, self.context.kv, self.context.states)
 
     def _store(self, index: int, kv: KVPool | None, states: StatePool | None) -> None:
@@ -176,7 +179,7 @@ class World:
         if step.follows == "recycled_rows":
             numbers = list(step.requests)
             req_to_token[[self.req_rows[number] for number in numbers]] = self._token_rows[numbers]
-        elif step.follows == "recycled_pages":
+        if step.follows in RECYCLED:
             self._store(index, kv, states)
 
     def _plant_nan(self) -> None:
