@@ -134,6 +134,11 @@ class Case:
         """New tokens of the whole batch."""
         return sum(self.new_lens)
 
+    @property
+    def has_wide_pool(self) -> bool:
+        """Whether the offset of some element in a layer's keys does not fit into 32 bits."""
+        return self.spare_pages * self.page_size * self.heads.kv * self.heads.dim >= 2**31
+
     def tree(self, request: int) -> Tree:
         """Parent of each new token of ``request`` (index within the request, -1 for the last prefix token)."""
         if not self.trees:

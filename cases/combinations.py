@@ -33,17 +33,22 @@ LIGHTNING_OPTIONS: dict[str, Values] = {
     "unit": {"state_scale": 1.0},
     "loud": {"gain": 4.0},
 }
+SHAPES = {
+    "one": (1, 1, 64), "gqa4": (2, 4, 128), "mqa8": (1, 8, 128), "gqa3": (2, 3, 64), "dim96": (2, 2, 96), "gqa7": (1, 7, 80),
+    "dim256": (2, 1, 256), "two": (2, 1, 128), "four": (4, 1, 64), "three": (3, 1, 128), "dim96one": (1, 1, 96), "eight": (8, 1, 64),
+}  # fmt: skip
+"""Key heads, query heads per key head, head dim."""
 SOFTMAX_AXES: dict[str, tuple[object, ...]] = {
     "page_size": (16, 64, 1, 128, 32, 256),
     "dtype": ("bf16", "fp16", "fp32"),
-    "shape": ((1, 1, 64), (2, 4, 128), (1, 8, 128), (2, 3, 64), (2, 2, 96), (1, 7, 80), (2, 1, 256)),  # key heads, group, dim
+    "shape": ("one", "gqa4", "mqa8", "gqa3", "dim96", "gqa7", "dim256"),
     "scratch": (Scratch.LAST, Scratch.FIRST),
     "placement": (Placement.SHUFFLED, Placement.INTERLEAVED, Placement.SCATTERED),
     "lens": (0, 1, 2, 3),
 }
 LIGHTNING_AXES: dict[str, tuple[object, ...]] = {
     "dtype": ("bf16", "fp16", "fp32"),
-    "shape": ((2, 1, 128), (4, 1, 64), (3, 1, 128), (1, 1, 96), (8, 1, 64)),
+    "shape": ("two", "four", "three", "dim96one", "eight"),
     "lens": (0, 1, 2, 3),
 }
 EXTENDS = (((0, 37), (18, 3)), ((20, 5, 0), (1, 33, 2)), ((70,), (17,)), ((1, 40, 3, 0), (2, 1, 1, 9)))
@@ -117,7 +122,7 @@ def _combined(kind: AttentionKind, what: str, build: Callable[[int, dict[str, ob
             company: list[object] = [*pair, *chosen.items()]
             chosen[axis] = min(fitting, key=lambda value: (sum(met[other, axis, value] for other in company), met[axis, value]))
             met.update([(axis, chosen[axis]), *((other, axis, chosen[axis]) for other in company)])
-        keys, group, dim = chosen.pop("shape")  # type: ignore[misc]
+        keys, group, dim = SHAPES[chosen.pop("shape")]  # type: ignore[index]
         lens = chosen.pop("lens")
         chosen.setdefault("page_size", 16)
         given = {"page": chosen.pop("page_size"), "heads": Heads(keys * group, keys, dim), **chosen}

@@ -112,8 +112,8 @@ class Draws:
             queries, keys = orthogonal_keys(batch, self.generator)
             return self._placed(queries.to(self.dtype), keys.to(self.dtype), v)
         starts = [sum(batch.new_lens[:r]) for r in range(batch.batch_size)]
-        keys = [torch.cat([prefixes[r].keys[layer], k[start : start + batch.new_lens[r]]]) for r, start in enumerate(starts)]
-        aligned = [needle_queries(batch, r, own if lowered is None else lowered.plain(own)) for r, own in enumerate(keys)]
+        every = [torch.cat([prefixes[r].keys[layer], k[start : start + batch.new_lens[r]]]) for r, start in enumerate(starts)]
+        aligned = [needle_queries(batch, r, own if lowered is None else lowered.plain(own)) for r, own in enumerate(every)]
         queries = torch.cat([q[:0].float(), *aligned])
         return self._placed((queries if lowered is None else lowered.queries(queries)).to(self.dtype), k, v)
 

@@ -93,7 +93,9 @@ def _softmax(world: World, step: StepData, layer: int, q: Tensor, new_k: Tensor,
     dots = math.sqrt(case.heads.dim)  # as for decayed states: a score's error is the LSE's, and no softmax divides it out
     cap = case.soft_cap or 0.0  # not a sum: it does not grow with the head dim
     sizes = (conditioning - cap).clamp(min=0.0) * dots + cap + torch.nan_to_num(lse.abs(), posinf=0.0)
-    lowered = torch.where(conditioning > 0, case.score_drop * (dots - 1), 0.0)  # terms of one sign: no partial sum is smaller than the score
+    lowered = torch.where(
+        conditioning > 0, case.score_drop * (dots - 1), 0.0
+    )  # terms of one sign: no partial sum is smaller than the score
     return {
         "out": Quantity(("token", "head"), torch.cat(outs), torch.cat(base_outs), conditioning + lowered),
         "lse": Quantity(("token", "head"), lse[..., None], torch.cat(base_lses)[..., None], sizes, absolute=True),

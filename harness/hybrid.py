@@ -140,6 +140,7 @@ def _pair(name: str, prefill: Row, decode: Row) -> Row:
         devices=tuple(device for device in prefill.devices if device in decode.devices),
         interpreted=prefill.interpreted or decode.interpreted,
         slow_on_cpu=prefill.slow_on_cpu or decode.slow_on_cpu,
+        few_on_cpu=prefill.few_on_cpu or decode.few_on_cpu,
         summary=f"prefill by {prefill.name}, decode by {decode.name}",
         source=prefill.source,
         more_sources=(decode.source, *prefill.more_sources, *decode.more_sources, __file__),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmatrix.cases.placement import pages_for
-from attnmatrix.harness.baseline import score_baseline
+from attnmatrix.harness.baseline import finite_peak, score_baseline
 
 Cut = Callable[[Tensor], Tensor]
 Add = Callable[[Tensor, torch.dtype], Tensor]
@@ -118,16 +118,51 @@ ORDERS: tuple[Add, ...] = (added_at_once, _chain, _largest_first, _on_warps(1), 
 
 
 def furthest(
-    model: Callable[..., tuple[Tensor, Tensor]], cut: Cut, q: Tensor, k: Tensor, v: Tensor, *args: object, **options: object
+    model: Callable[..., tuple[Tensor, Tensor]],
+    cut: Cut,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    *,
+    page_size: int,
+    longest: int,
+    **options: object,
 ) -> tuple[Tensor, Tensor]:
     """A model's result under each of the ``ORDERS``, row by row the one furthest from the same in float32: which order it is, is the
-    compiler's choice, and roundings that happen to cancel in one of them do not in another."""
-    exact, _ = model(Arithmetic(lambda tensor: tensor, added_at_once), q.float(), k.float(), v.float(), *args, **options)
-    found = [model(Arithmetic(cut, add), q, k, v, *args, **options) for add in ORDERS]
+    compiler's choice, and roundings that happen to cancel in one of them do not in another. A row that none of them moves as far as such
+    roundings do by chance is moved that far."""
+
+    def attended(how: Arithmetic, *qkv: Tensor) -> tuple[Tensor, Tensor]:
+        return model(how, *qkv, mask, scale, page_size=page_size, longest=longest, **options)
+
+    exact, _ = attended(Arithmetic(lambda tensor: tensor, added_at_once), q.float(), k.float(), v.float())
+    found = [attended(Arithmetic(cut, add), q, k, v) for add in ORDERS]
     outs = torch.stack([out for out, _ in found])
     distance = (outs.float() - exact).square().mean(dim=-1)
     chosen = distance.argmax(dim=0)[None, ..., None].expand(1, *outs.shape[1:])
-    return outs.gather(0, chosen)[0], found[0][1]
+    out, strayed = outs.gather(0, chosen)[0], distance.amax(dim=0).sqrt()
+    chance = _by_chance(score_baseline(q, k, mask, scale, **options), page_size, q.dtype)  # type: ignore[arg-type]
+    moved = (exact * (1 + chance[..., None])).to(q.dtype)
+    return torch.where((strayed < chance * exact.square().mean(dim=-1).sqrt())[..., None], moved, out), found[0][1]
+
+
+def _by_chance(score: Tensor, page_size: int, dtype: torch.dtype) -> Tensor:
+    """``[new, Hq]``: how far, relative to it, the sum of the weights strays when the weights of each page are added one by one in ``dtype``.
+
+    Each addition is off by at most half a unit of the partial sum, independently and with mean zero (the model of Higham and Mary 2019,
+    "A new approach to probabilistic rounding error analysis"); by Hoeffding's inequality their sum is off by more than c times the root of
+    the sum of those squares with a probability below ``2 * exp(-c**2 / 2)``. Here c = 1, and the limit's factor is the c that is judged by.
+    """
+    if not score.shape[-1]:
+        return score.new_zeros(score.shape[:2])
+    weight = torch.exp(score - finite_peak(score)[..., None])
+    pages = torch.nn.functional.pad(weight, (0, -weight.shape[-1] % page_size)).unflatten(-1, (-1, page_size))
+    partial = torch.where(pages > 0, pages.cumsum(dim=-1), 0.0)
+    total = weight.sum(dim=-1)
+    strayed = torch.finfo(dtype).eps / 2 * partial.square().flatten(-2).sum(dim=-1).sqrt()
+    return torch.where(total > 0, strayed / total, 0.0)
 
 
 def _halved(terms: Tensor, dtype: torch.dtype) -> Tensor:

@@ -39,7 +39,8 @@ class Row:
     ``create`` builds the backend and imports its package. ``distributions`` are the installed distributions it needs
     (absent: untested) and whose refusals count. ``devices`` are ``cpu`` and/or ``cuda``;
     ``interpreted`` marks Triton kernels that run in the interpreter on a CPU, ``slow_on_cpu`` others that are made to be compiled for a
-    GPU; both are sampled there (see ``row_suite``). ``dtypes`` None: all; else its cells are those of the cases in these dtypes.
+    GPU; both are sampled there (see ``row_suite``), and so, more sparsely, is a row with ``few_on_cpu``: it runs another row's kernels, or on a CPU
+    not those of a GPU. ``dtypes`` None: all; else its cells are those of the cases in these dtypes.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Row:
     devices: tuple[str, ...] = ("cpu", "cuda")
     interpreted: bool = False
     slow_on_cpu: bool = False
+    few_on_cpu: bool = False
     dtypes: tuple[str, ...] | None = None
     summary: str = ""
     snippet: str = ""  # stand-alone code that defines ``attend`` for ``attnmatrix repro``; see matrix/repro_*.py.j2 for its arguments

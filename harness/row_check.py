@@ -46,8 +46,8 @@ def _problems(row: Row) -> Iterator[str]:
     )
     if row.dtypes is not None:
         yield from _not_words("dtypes", row.dtypes, lambda word: word in DTYPES, f"some of {', '.join(DTYPES)}, or None for all")
-    if (row.interpreted or row.slow_on_cpu) and "cpu" not in row.devices:
-        yield "devices lacks 'cpu', and interpreted and slow_on_cpu say how a row runs there"
+    if (row.interpreted or row.slow_on_cpu or row.few_on_cpu) and "cpu" not in row.devices:
+        yield "devices lacks 'cpu', and interpreted, slow_on_cpu and few_on_cpu say how a row runs there"
     for source in (row.source, *row.more_sources):
         if not isinstance(source, str) or not Path(source).is_file():
             yield f"source is the row's own file (source=__file__), by which evidence notices that it changed, got {source!r}"

@@ -18,13 +18,11 @@ from attnmatrix.cases.suites import gpu_suite, suite
 from attnmatrix.harness.registry import Row
 
 EAGER_WORK, GRAPH_WORK = 8_000_000, 1_000_000  # see ``work``: a few seconds of interpreted kernels each
-SINGLES = ("sgl-lightning", "torch-vk", "flex")
-"""Rows whose cells need not meet pairs of values on a CPU: they run another row's kernels, or not the kernel that a GPU runs."""
 
 
 def is_sampled(row: Row, device: str, full: bool) -> bool:
     """Whether a row's cells are sampled: kernels that crawl on a CPU, unless everything was asked for."""
-    return (row.interpreted or row.slow_on_cpu or row.name in SINGLES) and device == "cpu" and not full
+    return (row.interpreted or row.slow_on_cpu or row.few_on_cpu) and device == "cpu" and not full
 
 
 def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case, ...]:
@@ -38,14 +36,14 @@ def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case
         return runner_subset(whole) if mode.uses_graph and device == "cpu" and not full else whole
     if row.interpreted and mode.uses_graph:
         whole = tuple({case.id: case for case in (_narrow(case) for case in whole)}.values())
-    bound = GRAPH_WORK if mode.uses_graph or row.name in SINGLES else EAGER_WORK
+    bound = GRAPH_WORK if mode.uses_graph or row.few_on_cpu else EAGER_WORK
     cheap = tuple(case for case in whole if work(case) <= bound)
     if mode.uses_graph:
         cheap = tuple(case for case in cheap if case.kv_dtype is None)  # what a cache holds is the kernel's affair
         known = tuple(case for case in cheap if row.capabilities.known_fault(mode, case) is not None)
         right = tuple(case for case in cheap if case not in known)
         return (*runner_subset(right, fewest=True), *sorted(known, key=work)[:1])
-    return single_subset(cheap) if row.name in SINGLES else pairwise_subset(cheap)
+    return single_subset(cheap) if row.few_on_cpu else pairwise_subset(cheap)
 
 
 def _narrow(case: Case) -> Case:

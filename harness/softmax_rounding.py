@@ -30,6 +30,10 @@ def softmax_rounded(steps: Collection[str]) -> Callable[..., tuple[Tensor, Tenso
     check_known(
         steps, (ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT, WEIGHTS_ADDED, TF32_PRODUCTS, SINK_RESCALE, ELEMENT_PRODUCTS, WEIGHTS_ROUNDED)
     )
+    if ELEMENT_PRODUCTS in steps and set(steps) & {TF32_PRODUCTS, WEIGHTS_ROUNDED, ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT}:
+        raise ValueError(f"no model of {ELEMENT_PRODUCTS} together with {', '.join(sorted(set(steps) - {ELEMENT_PRODUCTS}))}")
+    if WEIGHTS_ROUNDED in steps and set(steps) & {ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT}:
+        raise ValueError(f"no model of {WEIGHTS_ROUNDED} in a running state in the input dtype")
     cut = tf32 if TF32_PRODUCTS in steps else exact
     models = [model for name, model in ((ROUNDED_AFTER_USE, rounded_after_use), (ROUNDED_AND_SPLIT, rounded_and_split)) if name in steps]
     inner: Callable[..., tuple[Tensor, Tensor]] = _textbook

@@ -146,6 +146,10 @@ def _prefix_hit(case: Case, mode: RunnerMode) -> bool:
     return case.forward is not ForwardMode.DECODE and any(p and n > 1 for p, n in zip(case.prefix_lens, case.new_lens, strict=True))
 
 
+def _decodes_wide_pool(case: Case, mode: RunnerMode) -> bool:
+    return case.forward is ForwardMode.DECODE and case.has_wide_pool
+
+
 SNIPPET = """
 from conch.ops.attention.paged_attention import paged_attention
 from conch.ops.attention.varlen_attention import varlen_attention
@@ -197,6 +201,12 @@ register(
                     finding="conch_causal_mask_ignores_prefix",
                     diagnosis="Y80",
                     reason="varlen_attention aligns its causal mask top-left: with a cached prefix, new token i sees keys 0..i only",
+                ),
+                KnownFault(
+                    _decodes_wide_pool,
+                    finding="conch_decode_page_offset_in_32_bits",
+                    diagnosis="B58",
+                    reason="paged_attention multiplies the page number by the page stride in 32 bits: pages past 2**31 elements are read elsewhere",
                 ),
             ),
         ),

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from attnmatrix.cases.case import AttentionKind, ForwardMode
+from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.harness.backend import AttentionBackend
-from attnmatrix.harness.capabilities import Conventions, RoundingStep
+from attnmatrix.harness.capabilities import Blocked, Capabilities, Conventions, RoundingStep
 from attnmatrix.harness.lazy import torch
 from attnmatrix.harness.registry import Row, register
 
@@ -211,14 +211,26 @@ CONVENTIONS = Conventions(
 )  # a hidden key keeps weight 0, and 0 times NaN is NaN
 
 
+def _compiler_limits(case: Case) -> Blocked | None:
+    if case.has_wide_pool and case.num_tokens * case.heads.group <= QUERY_BLOCK:
+        return Blocked(
+            "the split-KV kernel mixes 64 and 32 bits where offsets in the pool need 64: it does not compile",
+            "InductorError",
+            "inconsistent types int64 and int32",
+        )
+    return None
+
+
 register(
     Row(
         name="flex",
         kind=AttentionKind.SOFTMAX,
         create=Flex,
+        capabilities=Capabilities(compiler_limits=_compiler_limits),
         conventions=CONVENTIONS,
         summary="FlexAttention, compiled on a GPU; page table in the mask",
         slow_on_cpu=True,
+        few_on_cpu=True,
         source=__file__,
     )
 )

@@ -179,6 +179,7 @@ register(
         conventions=Conventions(output="flat", rounding=seg_la.ROUNDING),
         distributions=("sglang", "triton"),
         interpreted=True,
+        few_on_cpu=True,
         summary="SGLang's LightningAttentionBackend class over its seg_la kernels",
         source=__file__,
         more_sources=(sglang_engine.__file__, wheel_modules.__file__, seg_la.__file__),

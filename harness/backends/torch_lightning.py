@@ -196,6 +196,7 @@ for name, layout in (("torch", "KV"), ("torch-vk", "VK")):
             conventions=Conventions(state_layout=layout),
             summary=f"chunked linear attention with per-head decay, states [{layout[0]}, {layout[1]}]",
             snippet=SNIPPET if layout == "KV" else "",
+            few_on_cpu=layout == "VK",
             source=__file__,
         )
     )
