@@ -23,10 +23,10 @@ def without_recorded(cells: Sequence[CellId], evidence: Path, device: str) -> tu
         for record in read(evidence)
         if (record.device, record.capability) == (here.device, here.capability)
     }
-    return tuple(cell for cell in cells if _key(cell) not in recorded)
+    return tuple(cell for cell in cells if _key(cell, device) not in recorded)
 
 
-def _key(cell: CellId) -> tuple[object, ...]:
+def _key(cell: CellId, device: str) -> tuple[object, ...]:
     row, mode = cell.row, cell.mode
     versions = tuple(sorted(row_versions(row).items()))
-    return row.kind.value, row.name, mode.value, cell.case.content_hash, cell_fingerprint(row, mode), versions
+    return row.kind.value, row.name, mode.value, cell.case.content_hash, cell_fingerprint(row, mode, device), versions

@@ -94,9 +94,11 @@ def row_names(records: Sequence[Record], kind: AttentionKind) -> list[str]:
     return list({row.name: None for row in rows() if row.kind is kind} | recorded)
 
 
-def status_now(record: Record, present: dict[tuple[AttentionKind, str, RunnerMode], str]) -> str:
+def status_now(record: Record, present: dict[tuple[AttentionKind, str, RunnerMode, str], str]) -> str:
     """The record's status, ``stale`` for a verdict of other code; a row that is not registered here cannot be checked."""
-    current = present.get((AttentionKind(record.kind), record.backend, RunnerMode(record.mode)))
+    current = present.get(
+        (AttentionKind(record.kind), record.backend, RunnerMode(record.mode), "cpu" if record.device == "cpu" else "cuda")
+    )
     return record.status if current in (None, record.fingerprint) else "stale"
 
 

@@ -20,27 +20,40 @@ def run_and_record(cell: CellId, device: str, full: bool = False) -> Record:
     torch.set_num_threads(1)
     with turn_of(cell.case, device):
         result = run_cell(cell.row, cell.mode, cell.case, torch.device(device), full=full)
-    return make_record(result, cell.row.kind, row_versions(cell.row), environment(device), cell_fingerprint(cell.row, cell.mode))
+    return make_record(result, cell.row.kind, row_versions(cell.row), environment(device), cell_fingerprint(cell.row, cell.mode, device))
 
 
 def crash_record(cell: CellId, device: str, reason: str) -> Record:
     """The record of a cell that took its process with it."""
     where = environment(device)
     return make_crash_record(
-        cell.row.name, cell.mode, cell.case, cell.row.kind, row_versions(cell.row), where, cell_fingerprint(cell.row, cell.mode), reason
+        cell.row.name,
+        cell.mode,
+        cell.case,
+        cell.row.kind,
+        row_versions(cell.row),
+        where,
+        cell_fingerprint(cell.row, cell.mode, device),
+        reason,
     )
 
 
-def cell_fingerprint(row: Row, mode: RunnerMode) -> str:
-    """Hash of the code that a verdict about this row in this mode depends on; models of rounding steps count where the row names one."""
+def cell_fingerprint(row: Row, mode: RunnerMode, device: str) -> str:
+    """Hash of the code that a verdict about this row in this mode on a ``device`` type depends on; models of rounding steps count where the row
+    names one, Triton's interpreter where it runs."""
     of_kind = ("softmax_rounding", "online_softmax") if row.kind is AttentionKind.SOFTMAX else ("decay_rounding", "chunk_products")
     names = (
         *(("rounding", *of_kind) if row.conventions.rounding else ()),
-        *(("interpreter", "quick_interpreter") if row.interpreted else ()),
+        *(("interpreter", "quick_interpreter") if row.interpreted and device == "cpu" else ()),
     )
     return fingerprint(row.kind, mode, (row.source, *row.more_sources, *(str(TOP / "harness" / f"{name}.py") for name in names)))
 
 
-def current_fingerprints(rows: tuple[Row, ...]) -> dict[tuple[AttentionKind, str, RunnerMode], str]:
-    """The present hash for every row and mode, to tell which records are stale."""
-    return {(row.kind, row.name, mode): cell_fingerprint(row, mode) for row in rows for mode in RunnerMode}
+def current_fingerprints(rows: tuple[Row, ...]) -> dict[tuple[AttentionKind, str, RunnerMode, str], str]:
+    """The present hash for every row, mode and device type, to tell which records are stale."""
+    return {
+        (row.kind, row.name, mode, device): cell_fingerprint(row, mode, device)
+        for row in rows
+        for mode in RunnerMode
+        for device in ("cpu", "cuda")
+    }

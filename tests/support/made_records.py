@@ -39,7 +39,7 @@ def record(**changes: object) -> Record:
         controls=dict.fromkeys(sorted(control_kinds(parse_case(CASE))), (1, 1)),
         properties={},
         replays=0,
-        fingerprint=cell_fingerprint(find_row("torch", AttentionKind.SOFTMAX), mode),
+        fingerprint=cell_fingerprint(find_row("torch", AttentionKind.SOFTMAX), mode, "cpu"),
         python="3.11.7",
         torch="2.13.0",
         triton="3.7.1",
