@@ -34,6 +34,17 @@ class TableByRows(SoftmaxSubject):
         return self.kept.setdefault(look(batch), super().page_table(batch).clone())
 
 
+class TableByEnds(TableByRows):
+    """Page tables are kept by what they begin and end with and by lengths: one in which a page between them is another is not told apart."""
+
+    def page_table(self, batch: Batch) -> Tensor:
+        table = SoftmaxSubject.page_table(self, batch)
+        size = self.context.page_size
+        pages = [(length - 1) // size for length in batch.kv_lens]
+        ends = tuple((int(row[0]), int(row[last])) if last >= 0 else () for row, last in zip(table, pages, strict=True))
+        return self.kept.setdefault((batch.kv_lens, ends), table.clone())
+
+
 class KeysByPages(SoftmaxSubject):
     """Keys and values of a prefix are kept, converted, by the slots they lie in, though the pages may be another request's by now."""
 
@@ -85,6 +96,8 @@ def _hands_on(case: Case, mode: RunnerMode) -> bool:
 
 plant("X98", "the page table of earlier requests in the same rows", TableByRows, always, kind="race",
       title="Page table kept by request row", also=_hands_on)  # fmt: skip
+plant("X104", "the page table of requests whose first and last pages are the same", TableByEnds, lambda case: max(case.kv_lens) > 2 * case.page_size,
+      UNCAPTURED, kind="race", title="Page table kept by its ends", also=_hands_on)  # fmt: skip
 plant("X99", "keys that earlier requests had in the same pages", KeysByPages, has_prefix, UNCAPTURED,
       kind="race", title="Converted keys kept by page", also=_hands_on)  # fmt: skip
 plant("X100", "keys that reach the pool only with the last layer's", WrittenWithTheLast, always, kind="kv-write",

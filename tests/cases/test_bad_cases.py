@@ -39,6 +39,8 @@ LINEAR = EXTEND.but(kind=AttentionKind.LIGHTNING)
         (EXTEND, {"spare_pages": -1}, "spare pages must be >= 0, got -1"),
         (EXTEND, {"spare_pages": 2, "placement": Placement.CONTIGUOUS}, "a contiguous pool has no spare pages"),
         (LINEAR, {"spare_pages": 2}, "lightning attention has no spare pages"),
+        (EXTEND, {"score_drop": -1.0}, "score drop must be >= 0 and finite, got -1.0"),
+        (LINEAR, {"score_drop": 2.0}, "lightning attention has no score drop"),
         (EXTEND, {"forward": ForwardMode.IDLE}, "an idle batch has no requests"),
         (EXTEND, {"forward": ForwardMode.DECODE}, "decode computes exactly one new token"),
         (EXTEND, {"trees": ((-1, 0, 0),)}, "trees belong to target_verify"),

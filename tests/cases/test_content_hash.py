@@ -70,6 +70,7 @@ def test_a_new_field_at_its_default_changes_nothing() -> None:
         {"state_scale": 1.0},
         {"strided": True},
         {"spare_pages": 3},
+        {"score_drop": 200.0},
         {"seed": 1},
     ],
     ids="+".join,

@@ -114,10 +114,11 @@ def test_every_option_has_its_word() -> None:
         strided=True,
         seed=3,
         spare_pages=7,
+        score_drop=200.0,
     )
     assert case.id == (
         "target_verify-p16-prefix14x5-new3x5-h4x2x128-fp16-scattered-scratchfirst-w8-wfirst-cap30-"
-        "sinks-alibi-strided-treer.0.0-eagle-kvfp8e4m3-gain1e-07-spare7-s3"
+        "sinks-alibi-strided-treer.0.0-eagle-kvfp8e4m3-gain1e-07-spare7-drop200-s3"
     )
     assert parse_case(case.id) == case
 

@@ -11,7 +11,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.draws import NUM_LAYERS
 from attnmatrix.harness.pools import bits
-from attnmatrix.harness.probes import PEAKED, POISON, Probe
+from attnmatrix.harness.probes import PEAKED, PLAIN, POISON, Probe
 from attnmatrix.harness.world import World
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def live_slots(made: World) -> Tensor:
 @pytest.mark.parametrize("placement", Placement, ids=lambda placement: placement.value)
 @pytest.mark.parametrize("page", [1, 16])
 def test_the_table_is_page_times_size_plus_offset(page: int, placement: Placement) -> None:
-    made = world(SOFTMAX.but(page_size=page, placement=placement))
+    made = world(SOFTMAX.but(page_size=page, placement=placement), probe=PLAIN)
     request = 0
     for step in made.steps:
         for length in step.case.kv_lens:
@@ -47,10 +47,23 @@ def test_the_table_is_page_times_size_plus_offset(page: int, placement: Placemen
 
 def test_cached_tokens_are_where_the_table_says() -> None:
     made = world(SOFTMAX)
-    for step in made.steps:
+    for index, step in enumerate(made.steps):
+        made.enter(index)
         for request, prefix, length in zip(step.requests, step.prefixes, step.case.prefix_lens, strict=True):
+            assert torch.equal(made.req_to_token[made.req_rows[request], :length].long(), made.slots(request, 0, length))
             for layer, pool in enumerate(key_pools(made)):
                 assert torch.equal(pool[made.slots(request, 0, length)], prefix.keys[layer])
+
+
+def test_every_other_request_that_takes_a_row_over_keeps_the_ends_of_its_table() -> None:
+    case = SOFTMAX.but(prefix_lens=(70, 50, 33), new_lens=(3, 17, 1))
+    made = world(case)
+    before, after = made.steps[-2], made.steps[-1]
+    assert after.follows == "recycled_rows"
+    for number, (old, new, length) in enumerate(zip(before.requests, after.requests, after.case.kv_lens, strict=True)):
+        pages = [made.slots(request, 0, length)[::16].tolist() for request in (old, new)]
+        kept = [one == other for one, other in zip(*pages, strict=True)]
+        assert kept == ([True, *[False] * (len(kept) - 2), True] if number % 2 == 0 else [False] * len(kept))
 
 
 @pytest.mark.parametrize("probe", [PEAKED, POISON], ids=lambda probe: probe.name)
@@ -111,6 +124,7 @@ def test_rows_past_the_end_hold_valid_slots() -> None:
 
 def test_a_prefix_is_a_random_state_and_every_slot_is_stale() -> None:
     made = world(LIGHTNING)
+    made.enter(len(made.steps) - 1)
     assert made.context.states is not None
     for layer in range(NUM_LAYERS):
         states = made.context.states.as_kv(made.context.states.state(layer))
