@@ -24,19 +24,21 @@ def quicken() -> None:
     from triton.language import core
     from triton.runtime import interpreter
 
+    from attnmatrix.harness.quick_operators import Shortcuts
+
     if not triton.__version__.startswith(TRIED):
         return  # its interpreter may be built otherwise: it stays as it is, slower
     builder = interpreter.interpreter_builder
     if builder.options.sanitize_overflow:
         builder.options = replace(builder.options, sanitize_overflow=False)
-    _patch_by_name(interpreter)
+    _patch_by_name(interpreter, Shortcuts(interpreter, core).all(triton.language.math))
     interpreter._get_np_dtype = _remembered_by_name(interpreter._get_np_dtype)
     _describe_once(core)
     _compare_at_once(core)
     _skip_conversions(interpreter, core)
 
 
-def _patch_by_name(interpreter: Any) -> None:
+def _patch_by_name(interpreter: Any, shortcuts: dict[Any, Callable[..., Any]]) -> None:
     """What is patched is the same at each call: no search among all members. A patched function takes the interpreter's semantics
     whatever it is given, and needs no check that it was given any."""
     from triton import language
@@ -53,7 +55,7 @@ def _patch_by_name(interpreter: Any) -> None:
         def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
             return inner(*args, _semantic=semantic, **kwargs)
 
-        return call
+        return shortcuts[member](call) if member in shortcuts else call
 
     def patch(part: Any, builder: Any, scope: Any) -> None:
         if part not in names:

@@ -36,7 +36,7 @@ def cell_fingerprint(row: Row, mode: RunnerMode) -> str:
     of_kind = ("softmax_rounding", "online_softmax") if row.kind is AttentionKind.SOFTMAX else ("decay_rounding", "chunk_products")
     names = (
         *(("rounding", *of_kind) if row.conventions.rounding else ()),
-        *(("interpreter", "quick_interpreter") if row.interpreted else ()),
+        *(("interpreter", "quick_interpreter", "quick_operators") if row.interpreted else ()),
     )
     return fingerprint(row.kind, mode, (row.source, *row.more_sources, *(str(TOP / "harness" / f"{name}.py") for name in names)))
 
