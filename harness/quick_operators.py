@@ -69,7 +69,8 @@ class Shortcuts:
         if found is not self:
             return found
         found = None
-        if type(value) in NUMBERS.get(dtype.name, ()) and (-(2**31) <= value < 2**31 or abs(value) == float("inf")):
+        size = abs(value)
+        if type(value) in NUMBERS.get(dtype.name, ()) and (size == 0 or 2.0**-126 <= size < 2**31 or size == float("inf")):
             found = self.interpreter.interpreter_semantic.scalar_constant(value, dtype)
         if value == value:
             self.numbers[key] = found
@@ -140,8 +141,11 @@ class Shortcuts:
         return None
 
     def _agree(self, made: Any, calculate: Function, *data: Any) -> bool:
-        with np.errstate(all="ignore"):
-            mine = calculate(*data)
+        try:
+            with np.errstate(all="ignore"):
+                mine = calculate(*data)
+        except (TypeError, ValueError):
+            return False  # the interpreter had changed the operands first
         found = made.handle.data
         same = type(mine) is type(found) is np.ndarray and mine.dtype is found.dtype and mine.shape == found.shape
         return same and mine.tobytes() == found.tobytes() and (made.dtype.is_ptr() or _order(mine) == _order(found))
@@ -273,7 +277,7 @@ class Shortcuts:
             if plan is None:
                 made = slow(pointer, mask, other)
                 fits = mask is None or mask.shape is pointer.shape or not mask.type.is_block()
-                if fits and made.shape is pointer.shape and pointer.dtype.element_ty.name == made.dtype.name:
+                if fits and made.shape is pointer.shape and pointer.dtype.element_ty.name == made.dtype.name != "int1":
                     default = 0 if other is None else semantic.cast(semantic.to_tensor(other), made.dtype).handle.data.item()
                     plans[key] = made.handle.data.dtype, default, self.like(made)
                 return made
@@ -320,8 +324,10 @@ def _order(array: Any) -> tuple[int, ...]:
 
 
 def _moved(width: int) -> Function:
+    size = np.array(width, np.uint64)
+
     def move(address: Any, offset: Any) -> Any:
-        return address + width * offset.astype(np.uint64)
+        return address + size * offset.astype(np.uint64)
 
     return move
 
