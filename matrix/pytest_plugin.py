@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -18,9 +17,6 @@ from attnmatrix.matrix.environment import resolve_device
 from attnmatrix.matrix.selection import CellId, Selection
 
 TOP = Path(__file__).resolve().parent.parent
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-"""Read when numpy is loaded, by cells and their workers. Interpreted kernels multiply small matrices in numpy: a second thread costs more
-than it gives, and with busy cores a hundred times more; how many there are changes the rounding as well."""
 OURS = tuple(TOP / name for name in ("cases", "references", "harness", "matrix"))
 
 
