@@ -187,7 +187,11 @@ class Shortcuts:
         def select(of: Any, slices: Any, _semantic: Any = None) -> Any:
             if type(slices) is not tuple or not of.type.is_block():
                 return slow(of, slices)
-            key = of.type.name, of.handle.dtype.name, *[part is None or (part == plain and None) for part in slices]
+            key = (
+                of.type.name,
+                of.handle.dtype.name,
+                *[part is None or (type(part) is slice and part == plain and "all") for part in slices],
+            )
             data, plan = of.handle.data, plans.get(key)
             if plan is None:
                 made = slow(of, slices)
@@ -272,7 +276,7 @@ class Shortcuts:
                 return slow(pointer, mask, other, *more, **named)
             if not (other is None or kind is int or kind is float) or (mask is None and other is not None) or other != other:
                 return slow(pointer, mask, other)
-            key = pointer.type.name, mask and mask.type.name, kind, other
+            key = pointer.type.name, None if mask is None else mask.type.name, kind, other
             plan = plans.get(key)
             if plan is None:
                 made = slow(pointer, mask, other)

@@ -105,7 +105,14 @@ def others(seed):
         for compute in (tl.exp, tl.exp2, tl.log, tl.log2, tl.sqrt, operator.neg, operator.invert, tl.abs):
             yield described(compute, given)
             yield described(compute, tensor(dtype, (), seed))
-        for at in ((slice(None), None, slice(None)), (None, slice(None), slice(None)), (slice(None), slice(None), None), (None, 0), 3):
+        for at in (
+            (slice(None), None, slice(None)),
+            (None, slice(None), slice(None)),
+            (slice(None), slice(None), None),
+            (None, 0),
+            (None, given),
+            3,
+        ):
             yield described(operator.getitem, given, at)
         yield described(operator.getitem, given, (None, slice(None), None, slice(None)))
         for to in DTYPES:
@@ -136,7 +143,7 @@ def memory(seed):
                     True,
                     tensor(tl.int1, (4, 8), seed),
                     tensor(tl.int1, (1, 8), seed),
-                    tensor(tl.int1, (), seed),
+                    *(tl.tensor(interpreter.TensorHandle(np.array([truth]), tl.int1), tl.int1) for truth in (False, True)),
                     at < 9,
                     tensor(tl.int32, (4, 8), seed),
                 ]
