@@ -24,19 +24,22 @@ def quicken() -> None:
     from triton.language import core
     from triton.runtime import interpreter
 
+    from attnmatrix.harness.quick_operators import Shortcuts
+
     if not triton.__version__.startswith(TRIED):
         return  # its interpreter may be built otherwise: it stays as it is, slower
     builder = interpreter.interpreter_builder
     if builder.options.sanitize_overflow:
         builder.options = replace(builder.options, sanitize_overflow=False)
-    _patch_by_name(interpreter)
+    _patch_by_name(interpreter, Shortcuts(interpreter, core).all(triton.language.math))
+    _patch_once(interpreter, triton.language)
     interpreter._get_np_dtype = _remembered_by_name(interpreter._get_np_dtype)
     _describe_once(core)
     _compare_at_once(core)
     _skip_conversions(interpreter, core)
 
 
-def _patch_by_name(interpreter: Any) -> None:
+def _patch_by_name(interpreter: Any, shortcuts: dict[Any, Callable[..., Any]]) -> None:
     """What is patched is the same at each call: no search among all members. A patched function takes the interpreter's semantics
     whatever it is given, and needs no check that it was given any."""
     from triton import language
@@ -53,7 +56,7 @@ def _patch_by_name(interpreter: Any) -> None:
         def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
             return inner(*args, _semantic=semantic, **kwargs)
 
-        return call
+        return shortcuts[member](call) if member in shortcuts else call
 
     def patch(part: Any, builder: Any, scope: Any) -> None:
         if part not in names:
@@ -67,6 +70,24 @@ def _patch_by_name(interpreter: Any) -> None:
                 scope.set_attr(part, name, interpreted(member))
 
     interpreter._patch_builtin = patch
+
+
+def _patch_once(interpreter: Any, language: Any) -> None:
+    """A function that a kernel calls finds the language patched by the kernel's launch, which also restores it."""
+    patch, none_patched, is_builtin = interpreter._patch_lang, interpreter._LangPatchScope, language.core.is_builtin
+
+    @cache
+    def modules(function: Any, names: int) -> tuple[Any, ...]:
+        named = list(function.__globals__.values())
+        return tuple(module for module in (language, language.core) if any(value is module for value in named))
+
+    def patch_language(function: Any) -> Any:
+        needed = modules(function, len(function.__globals__))
+        if not needed or any(is_builtin(part) for part in (language.core.tensor.__add__, *[module.load for module in needed])):
+            return patch(function)
+        return none_patched()
+
+    interpreter._patch_lang = patch_language
 
 
 def _remembered_by_name(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

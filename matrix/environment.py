@@ -15,6 +15,9 @@ from typing import Any
 from attnmatrix.harness.registry import Row, UsageError
 
 ROOT = Path(__file__).resolve().parent
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+"""Read when numpy is loaded, which torch does, so it stands beside what first asks for torch; workers inherit it. Interpreted kernels
+multiply small matrices in numpy: a second thread costs more than it gives, with busy cores a hundred times more, and changes the rounding."""
 
 
 @dataclass(frozen=True)

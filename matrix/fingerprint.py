@@ -30,7 +30,7 @@ _APART = (
     ),  # say what is run, not how it is judged
     *("diagnose", "forced", "locate", "matching"),  # explain a verdict that stands
     *("draft_masks", "sglang_engine", "wheel_modules"),  # count for the rows that name them among their sources
-    *("interpreter", "quick_interpreter"),  # count for the rows that are interpreted on a CPU: see run.cell_fingerprint
+    *("interpreter", "quick_interpreter", "quick_operators"),  # count for the rows that are interpreted on a CPU: see run.cell_fingerprint
     *(
         "rounding",
         "softmax_rounding",

@@ -44,7 +44,7 @@ def cell_fingerprint(row: Row, mode: RunnerMode, device: str) -> str:
     of_kind = ("softmax_rounding", "online_softmax") if row.kind is AttentionKind.SOFTMAX else ("decay_rounding", "chunk_products")
     names = (
         *(("rounding", *of_kind) if row.conventions.rounding else ()),
-        *(("interpreter", "quick_interpreter") if row.interpreted and device == "cpu" else ()),
+        *(("interpreter", "quick_interpreter", "quick_operators") if row.interpreted and device == "cpu" else ()),
     )
     return fingerprint(row.kind, mode, (row.source, *row.more_sources, *(str(TOP / "harness" / f"{name}.py") for name in names)))
 

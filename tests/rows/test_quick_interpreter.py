@@ -88,7 +88,19 @@ print("same")
 def test_same_results_and_same_refusals(tmp_path: Path) -> None:
     script = tmp_path / "compare.py"
     script.write_text(KERNELS)
+    assert _interpreted(script).strip() == "same"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="about Triton's interpreter")
+def test_each_operation_gives_the_same_bits_in_the_same_order() -> None:
+    same, compared, refused = _interpreted(Path(__file__).with_name("operators_both_ways.py")).split()
+    assert same == "same"
+    assert int(refused) < int(compared) / 3
+
+
+def _interpreted(script: Path) -> str:
     run = subprocess.run(
         [sys.executable, str(script)], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )
-    assert run.stdout.strip() == "same", run.stderr
+    assert run.returncode == 0, run.stderr
+    return run.stdout
