@@ -70,6 +70,7 @@ def _pytest(chosen: object, workers: int, limit: int, evidence: Path | None, mis
     assert isinstance(chosen, Selection)
     target = Path(__file__).with_name("test_cells.py")
     arguments = ["-q", "--import-mode=importlib", "-p", "attnmatrix.matrix.pytest_plugin", "--device", chosen.device]
+    arguments += ["-p", "no:hypothesispytest"]  # where installed, it is imported for its summary: seconds of every run
     for option, values in (
         ("--backend", chosen.backends),
         ("--mode", chosen.modes),

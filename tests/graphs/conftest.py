@@ -33,6 +33,6 @@ def outcome() -> Callable[..., CellResult]:
     def run(backend: type[AttentionBackend], broken: bool, mode: RunnerMode, case: Case) -> CellResult:
         create = type(backend.__name__, (backend,), {"broken": broken})
         row = Row(name="faulty", kind=case.kind, create=create, source=__file__)
-        return run_cell(row, mode, case, torch.device("cpu"), controls=())
+        return run_cell(row, mode, case, torch.device("cpu"), controls=(), diagnosed=False)
 
     return run

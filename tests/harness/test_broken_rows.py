@@ -207,7 +207,7 @@ def run(fault: Fault, name: str, broken: bool) -> CellResult:
         return fault.backend(context, broken)
 
     row = Row(fault.backend.__name__, fault.kind, create, source=__file__)
-    return run_cell(row, fault.mode, case_named(name, fault.kind, fault.mode), CPU, controls=())
+    return run_cell(row, fault.mode, case_named(name, fault.kind, fault.mode), CPU, controls=(), diagnosed=False)
 
 
 @pytest.mark.parametrize(("fault", "name"), TRIED)

@@ -110,7 +110,7 @@ def run(backend: type[TorchSoftmax], claim: Claim | None = None, **capabilities:
     modes = {RunnerMode.EAGER: claim} if claim is not None else {}
     claims = Capabilities(modes=modes, **capabilities)  # type: ignore[arg-type]
     row = Row(backend.__name__, AttentionKind.SOFTMAX, backend, claims, source=__file__)
-    return run_cell(row, RunnerMode.EAGER, CASE, CPU, controls=())
+    return run_cell(row, RunnerMode.EAGER, CASE, CPU, controls=(), diagnosed=False)
 
 
 def test_supported_and_right_is_pass() -> None:

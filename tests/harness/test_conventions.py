@@ -51,7 +51,7 @@ class IgnoresLayout(TorchLightning):
 
 def run(backend: type[AttentionBackend], case: Case, **conventions: str) -> CellResult:
     row = Row(backend.__name__, case.kind, backend, conventions=Conventions(**conventions), source=__file__)  # type: ignore[arg-type]
-    return run_cell(row, RunnerMode.EAGER, case, CPU, controls=())
+    return run_cell(row, RunnerMode.EAGER, case, CPU, controls=(), diagnosed=False)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])

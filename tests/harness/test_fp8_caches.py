@@ -175,7 +175,9 @@ def test_the_control_leaves_other_caches_alone() -> None:
 
 
 def status(create: Callable[[Context], AttentionBackend], case: Case = EXTEND) -> str:
-    return run_cell(Row("broken", AttentionKind.SOFTMAX, create, source=__file__), RunnerMode.EAGER, case, CPU, controls=()).status
+    return run_cell(
+        Row("broken", AttentionKind.SOFTMAX, create, source=__file__), RunnerMode.EAGER, case, CPU, controls=(), diagnosed=False
+    ).status
 
 
 def test_a_row_that_knows_no_scales_fails() -> None:
@@ -199,7 +201,7 @@ class OneStepUp(SoftmaxSubject):
 
 def test_the_freedom_of_a_step_is_no_freedom_of_the_output() -> None:
     row = Row("broken", AttentionKind.SOFTMAX, OneStepUp, source=__file__)
-    result = run_cell(row, RunnerMode.EAGER, EXTEND, CPU, controls=())
+    result = run_cell(row, RunnerMode.EAGER, EXTEND, CPU, controls=(), diagnosed=False)
     assert result.status == "fail"
     assert all("over their limit" in line for line in result.details), result.details
 

@@ -62,7 +62,7 @@ REVERSED = Row("reversed-keys", SOFTMAX, ReversedKeys, source=__file__)
 
 def run(row: Row, mode: RunnerMode = HANDOFF, case: str = CASE.id) -> CellResult:
     torch.set_num_threads(1)
-    return run_cell(row, mode, parse_case(case), CPU, controls=())
+    return run_cell(row, mode, parse_case(case), CPU, controls=(), diagnosed=False)
 
 
 def pair(first: Row, second: Row) -> Row:

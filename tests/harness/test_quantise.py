@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from fractions import Fraction
 from itertools import pairwise
 
@@ -28,7 +29,9 @@ TABLE = sorted((value(code), code) for code in CODES if code != 0x80)
 
 def nearest(exact: Fraction) -> float:
     """The value of fp8 next to ``exact``, of two the one whose mantissa is even."""
-    return min(TABLE, key=lambda entry: (abs(Fraction(entry[0]) - exact), entry[1] & 1))[0]
+    above = bisect(TABLE, exact, key=lambda entry: entry[0])
+    beside = TABLE[max(above - 1, 0) : above + 1]
+    return min(beside, key=lambda entry: (abs(Fraction(entry[0]) - exact), entry[1] & 1))[0]
 
 
 def as_codes(codes: list[int]) -> torch.Tensor:

@@ -32,12 +32,6 @@ def _run(tmp_path: Path, fault: str, *arguments: str) -> tuple[int, str, list[di
     return done.returncode, done.stdout + done.stderr, records
 
 
-def test_a_healthy_row_from_a_file_passes(tmp_path: Path) -> None:
-    code, text, records = _run(tmp_path, "pass", "--mode", "eager", "--case", "page_size_1")
-    assert code == 0, text
-    assert [r["status"] for r in records] == ["pass"]
-
-
 def test_a_failure_says_what_where_and_how_to_see_it_again(tmp_path: Path) -> None:
     code, text, records = _run(tmp_path, "out[-1] = 0", "--mode", "eager", "--case", "page_size_1")
     assert code == 1
@@ -92,18 +86,12 @@ register(replace(find_row("torch", AttentionKind.SOFTMAX), summary="another"))
 
 def test_two_plugin_files_of_one_name_both_count(tmp_path: Path) -> None:
     two = {f"{folder}/odd.py": ROW.format(fault="pass").replace('"odd"', f'"{folder}"') for folder in ("one", "two")}
-    code, told = _plugins(tmp_path, two, "--backend", "two")
+    code, told = _plugins(tmp_path, two, "--backend", "two", "--evidence", "e.jsonl")
     assert code == 0, told
+    assert [json.loads(line)["status"] for line in (tmp_path / "e.jsonl").read_text().splitlines()] == ["pass"]
 
 
 def test_a_plugin_that_exits_is_a_usage_error(tmp_path: Path) -> None:
     code, told = _plugins(tmp_path, {"leaves.py": "import sys\nsys.exit(3)\n"}, "--backend", "torch")
     assert code == 2
     assert "failed to import: SystemExit: 3" in told
-
-
-def test_evidence_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
-    for place in (".", "/proc/nowhere/e.jsonl"):
-        code, told = _plugins(tmp_path, {}, "--backend", "torch", "--evidence", place)
-        assert code == 2
-        assert len(told.strip().splitlines()) == 1

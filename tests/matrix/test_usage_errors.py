@@ -36,6 +36,12 @@ WRONG: dict[str, str] = {
     # names
     "run --backend nosuch": "unknown backend 'nosuch'; known: ",
     "run --backend ,": "pair 'prefill,decode'",
+    "run --backend torch,nosuch": "unknown backend 'nosuch'",
+    "run --backend torch,torch,torch": "pair 'prefill,decode'",
+    "run --case extend-p16-nonsense": "unknown case id 'extend-p16-nonsense': part 'nonsense'",
+    "run --case decode-p16-prefix4-new2-h4x2x128-bf16-shuffled": "exactly one new token",
+    "explain nosuch": "unknown case id 'nosuch'",
+    "compare absent absent": "cannot read evidence 'absent'",
     "run --mode nosuch": "unknown mode 'nosuch'; known: eager",
     "run --device tpu": "unknown device 'tpu'; known: cpu, cuda",
     "faults --rule nosuch": "unknown rule 'nosuch'; known: ours, fixed",
@@ -80,6 +86,7 @@ WRONG: dict[str, str] = {
         "absent": "cannot read evidence 'absent'", "folder": "no evidence (*.jsonl) in 'folder'", "empty.jsonl": "holds no record",
         "garbage.jsonl": "line 1", "cut.jsonl": "truncated: line 2", "other.jsonl": "unknown field `extra`", "kind.jsonl": "unknown kind 'mla9'",
     }.items()},
+    "run --backend torch --mode eager --case page_size_1 --device cpu --missing-from absent.jsonl": "cannot read evidence 'absent.jsonl'",
     "compare good.jsonl kind.jsonl": "unknown kind 'mla9'",
     "compare folder good.jsonl": "no evidence",
     "render --evidence scored --out x.md": "kill_score.json",
@@ -92,7 +99,7 @@ WRONG: dict[str, str] = {
     "repro page_size_1 --backend torch --out r.py --plugin nothing.py": "registers no backend",
     "list backends --plugin nothing.py": "registers no backend",
     # files to write, which are refused before anything long runs
-    **{f"{command} {file}": "cannot write" for file in ("folder", "good.jsonl/x", "/proc/nowhere/x") for command in (
+    **{f"{command} {file}": "cannot write" for file in (".", "folder", "good.jsonl/x", "/proc/nowhere/x") for command in (
         "run --backend torch --mode eager --case page_size_1 --device cpu --evidence", "render --evidence good.jsonl --out",
         "calibrate --evidence good.jsonl --out", "faults --save", "healthy --save", "repro prefix_exact_page --backend conch --out",
     )},
