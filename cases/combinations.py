@@ -26,6 +26,8 @@ SOFTMAX_OPTIONS: dict[str, Values] = {
     "strided": {"strided": True},
     "low": {"score_drop": 200.0},
 }
+UNORDERED = (("cap", "alibi"),)
+"""Not tried together: packages disagree on which comes first, and no released model has both."""
 LIGHTNING_OPTIONS: dict[str, Values] = {
     "held": {"state_dtype": "bf16"},
     "strided": {"strided": True},
@@ -122,6 +124,8 @@ def _combined(kind: AttentionKind, what: str, build: Callable[[int, dict[str, ob
             company: list[object] = [*pair, *chosen.items()]
             chosen[axis] = min(fitting, key=lambda value: (sum(met[other, axis, value] for other in company), met[axis, value]))
             met.update([(axis, chosen[axis]), *((other, axis, chosen[axis]) for other in company)])
+        if pair in UNORDERED:
+            continue
         keys, group, dim = SHAPES[chosen.pop("shape")]  # type: ignore[index]
         lens = chosen.pop("lens")
         chosen.setdefault("page_size", 16)

@@ -135,14 +135,19 @@ class Records:
     def pytest_handlecrashitem(self, crashitem: str) -> None:
         self.crashed.append(crashitem)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """Write the evidence, however the session ended: an internal error has no summary."""
+        path = self.config.getoption("--evidence")
+        if path and not self.is_worker and (self.encoded or self.crashed):
+            from attnmatrix.matrix.evidence_file import write
+
+            write(Path(path), self.all_records())
+
     @pytest.hookimpl(wrapper=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None, object, object]:
         records = self.all_records()
         path = self.config.getoption("--evidence")
-        if path and (records or self.crashed):
-            from attnmatrix.matrix.evidence_file import write
-
-            write(Path(path), records)
         if records:
             from attnmatrix.matrix.summary import summary_lines
 

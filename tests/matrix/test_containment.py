@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,28 @@ def test_a_lost_device_outranks_the_exception_it_caused(monkeypatch: pytest.Monk
     monkeypatch.setattr("attnmatrix.matrix.containment.device_error", lambda device: "gone")
     with pytest.raises(DeviceLost, match="gone"), contained("a", "cuda", None, 60):
         raise ValueError("what the loss caused")
+
+
+def test_a_run_that_ends_in_an_internal_error_leaves_its_records(tmp_path: Path) -> None:
+    plugin, evidence = tmp_path / "conftest_error.py", tmp_path / "e.jsonl"
+    plugin.write_text(
+        "import pytest\n\n@pytest.hookimpl(trylast=True)\ndef pytest_runtest_logfinish(location):\n    raise RuntimeError('in the runner')\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "conftest_error",
+        "--pyargs",
+        "attnmatrix.matrix.test_cells",
+        "--backend",
+        "torch",
+    ]
+    command += ["--mode", "eager", "--case", "page_size_1.shuffled", "--evidence", str(evidence)]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert "INTERNALERROR" in done.stdout + done.stderr
+    assert len(evidence.read_text().splitlines()) == 1
