@@ -26,8 +26,9 @@ SOFTMAX_OPTIONS: dict[str, Values] = {
     "strided": {"strided": True},
     "low": {"score_drop": 200.0},
 }
-UNORDERED = (("cap", "alibi"),)
-"""Not tried together: packages disagree on which comes first, and no released model has both."""
+APART = (("cap", "alibi"), ("cap", "low"))
+"""Not tried together. Packages disagree on whether the soft cap or ALiBi comes first, and no released model has both; low scores are all capped
+to the same."""
 LIGHTNING_OPTIONS: dict[str, Values] = {
     "held": {"state_dtype": "bf16"},
     "strided": {"strided": True},
@@ -124,7 +125,7 @@ def _combined(kind: AttentionKind, what: str, build: Callable[[int, dict[str, ob
             company: list[object] = [*pair, *chosen.items()]
             chosen[axis] = min(fitting, key=lambda value: (sum(met[other, axis, value] for other in company), met[axis, value]))
             met.update([(axis, chosen[axis]), *((other, axis, chosen[axis]) for other in company)])
-        if pair in UNORDERED:
+        if pair in APART:
             continue
         keys, group, dim = SHAPES[chosen.pop("shape")]  # type: ignore[index]
         lens = chosen.pop("lens")

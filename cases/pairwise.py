@@ -26,7 +26,12 @@ def axis_values(case: Case) -> dict[str, object]:
         "dim": case.heads.dim,
         "prefix": (0 in prefixes, any(prefixes)),
         "new": (0 in news, news.count(1) == len(news), len(set(news)) == 1),
-        "options": (case.window is not None, case.soft_cap, case.sinks, case.alibi, case.strided),
+        "window": case.window is not None,
+        "cap": case.soft_cap is not None,
+        "sinks": case.sinks,
+        "alibi": case.alibi,
+        "strided": case.strided,
+        "low": case.score_drop > 0,
         "trees": bool(case.trees),
     }
 
@@ -44,6 +49,7 @@ def single_values(case: Case) -> dict[str, object]:
         "state": case.state_scale,
         "requests": min(case.batch_size, 2),
         "cache": (case.forward, case.kv_dtype),
+        "spare": case.spare_pages > 0,
         **(_state_values(case) if case.kind is not AttentionKind.SOFTMAX else {}),
     }
 

@@ -64,6 +64,7 @@ def kernel_branches() -> tuple[Case, ...]:
         extend(16, (5,), (70,), LIGHTNING, heads=Heads(2, 2, 32), name="one_key_split"),
         decode(16, range(3, 132), LIGHTNING, heads=Heads(1, 1, 128), name="many_requests_decode"),
         extend(16, (0,), (2050,), LIGHTNING, heads=NARROW, name="long_prefill"),
+        extend(16, (0, 9), (5, 5), LIGHTNING, heads=SMALL, name="uniform_some_prefix"),
         extend(16, (7, 0), (1000, 1100), LIGHTNING, heads=Heads(3, 3, 64), name="long_prefill_three_heads"),
         extend(16, (0, 20), (5, 3), LIGHTNING, heads=Heads(1, 1, 192), name="wide_heads_extend"),
         decode(16, (5, 32), LIGHTNING, heads=Heads(2, 2, 192), name="wide_heads_decode"),

@@ -17,6 +17,7 @@ from attnmatrix.cases.pairwise import pairwise_subset, runner_subset, single_sub
 from attnmatrix.cases.suites import gpu_suite, suite
 from attnmatrix.harness.registry import Row
 
+SLOW_GRAPHS = 2  # cases of a graph mode on a CPU for kernels that a CPU does not compile
 EAGER_WORK, GRAPH_WORK = 8_000_000, 1_000_000  # see ``work``: a few seconds of interpreted kernels each
 
 
@@ -41,8 +42,10 @@ def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case
     if mode.uses_graph:
         cheap = tuple(case for case in cheap if case.kv_dtype is None)  # what a cache holds is the kernel's affair
         known = tuple(case for case in cheap if row.capabilities.known_fault(mode, case) is not None)
-        right = tuple(case for case in cheap if case not in known)
-        return (*runner_subset(right, fewest=True), *sorted(known, key=work)[:1])
+        right = runner_subset(tuple(case for case in cheap if case not in known), fewest=True)
+        if row.slow_on_cpu:
+            right = tuple(sorted(right, key=work)[-SLOW_GRAPHS:])
+        return (*right, *sorted(known, key=work)[:1])
     return single_subset(cheap) if row.few_on_cpu else pairwise_subset(cheap)
 
 

@@ -43,6 +43,7 @@ class Odd(TorchSoftmax):
 
 register(Row(name="odd", kind=AttentionKind.SOFTMAX, create=Odd, source=__file__))
 """
+CELLS = Path(__file__).resolve().parents[2] / "matrix" / "test_cells.py"
 CASES = ("--case", "page_size_1", "--case", "prefix_exact_page")
 
 
@@ -116,25 +117,11 @@ def test_a_lost_device_outranks_the_exception_it_caused(monkeypatch: pytest.Monk
 
 
 def test_a_run_that_ends_in_an_internal_error_leaves_its_records(tmp_path: Path) -> None:
-    plugin, evidence = tmp_path / "conftest_error.py", tmp_path / "e.jsonl"
-    plugin.write_text(
-        "import pytest\n\n@pytest.hookimpl(trylast=True)\ndef pytest_runtest_logfinish(location):\n    raise RuntimeError('in the runner')\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "conftest_error",
-        "--pyargs",
-        "attnmatrix.matrix.test_cells",
-        "--backend",
-        "torch",
-    ]
-    command += ["--mode", "eager", "--case", "page_size_1.shuffled", "--evidence", str(evidence)]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "PYTHONPATH": str(tmp_path)}
-    )
+    evidence = tmp_path / "e.jsonl"
+    (tmp_path / "fails_late.py").write_text("def pytest_runtest_logfinish(location):\n    raise RuntimeError('in the runner')\n")
+    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "attnmatrix.matrix.pytest_plugin", "-p", "fails_late"]
+    command += ["--backend", "torch", "--mode", "eager", "--case", "page_size_1.shuffled", "--evidence", str(evidence), str(CELLS)]
+    here = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300, env=here)
     assert "INTERNALERROR" in done.stdout + done.stderr
     assert len(evidence.read_text().splitlines()) == 1
