@@ -20,7 +20,7 @@ def axis_values(case: Case) -> dict[str, object]:
     prefixes, news = case.prefix_lens, case.new_lens
     paged = case.kind is AttentionKind.SOFTMAX  # a state pool has no pages
     return {
-        "forward": case.forward,
+        "forward": (case.forward, case.batch_size > 1),  # strides, slots and lengths tell nothing of a lone request
         "page": case.page_size if paged else 0,
         "dtype": case.dtype,
         "dim": case.heads.dim,

@@ -1,7 +1,8 @@
 """Which cases make up a row's cell on a device.
 
 Triton kernels in the interpreter, and kernels that are meant to be compiled, run thousands of times slower on a CPU than on a GPU. There, and
-only by default, a cell is *sampled*: of the cases within a bound on their work, a pairwise-covering subset in eager modes, in graph modes a
+only by default, a cell is *sampled*: of the cases within a bound on their work, in eager modes a pairwise-covering subset of what should pass
+and a sparser one of the rest, in graph modes a
 subset, of what should pass, that still meets every single value of the axes that a runner can get wrong, and one case of a known fault.
 Interpreted kernels run in float32 (exact: a right
 kernel errs by rounding units, a wrong index shows), in graph modes with one or two small heads. Graph modes of every row are sampled on a CPU,
@@ -15,6 +16,7 @@ from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.pairwise import pairwise_subset, runner_subset, single_subset, work
 from attnmatrix.cases.suites import gpu_suite, suite
+from attnmatrix.harness.capabilities import Supported
 from attnmatrix.harness.registry import Row
 
 SLOW_GRAPHS = 2  # cases of a graph mode on a CPU for kernels that a CPU does not compile
@@ -46,7 +48,17 @@ def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case
         if row.slow_on_cpu:
             right = tuple(sorted(right, key=work)[-SLOW_GRAPHS:])
         return (*right, *sorted(known, key=work)[:1])
-    return single_subset(cheap) if row.few_on_cpu else pairwise_subset(cheap)
+    if row.few_on_cpu:
+        return single_subset(cheap)
+    right = tuple(case for case in cheap if _should_pass(row, mode, case, device))
+    rest = tuple(case for case in cheap if case not in right and work(case) <= bound // 2)
+    kept = {*pairwise_subset(right), *single_subset(rest)}
+    return tuple(case for case in cheap if case in kept)
+
+
+def _should_pass(row: Row, mode: RunnerMode, case: Case, device: str) -> bool:
+    """Whether the row claims the case and no known fault is in it: what else a case meets says nothing about the row."""
+    return isinstance(row.capabilities.claim(mode, case, device), Supported) and row.capabilities.known_fault(mode, case) is None
 
 
 def _narrow(case: Case) -> Case:

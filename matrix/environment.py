@@ -97,9 +97,10 @@ def _driver() -> str:
 
 
 def _revision() -> tuple[str, bool]:
-    """Commit and whether the tree differs from it; where the code travels without its repository, as ``ATTNMATRIX_REVISION`` says."""
-    revision = _run("git", "rev-parse", "--short=12", "HEAD")
-    if revision:
-        return revision, bool(_run("git", "status", "--porcelain", "--untracked-files=no"))
+    """Commit and whether the tree differs from it: as ``ATTNMATRIX_REVISION`` says, for code that travels without its repository or with an
+    older one, else as git does."""
     stated = os.environ.get("ATTNMATRIX_REVISION", "")
-    return stated or "unknown", not stated
+    if stated:
+        return stated, False
+    revision = _run("git", "rev-parse", "--short=12", "HEAD")
+    return revision or "unknown", not revision or bool(_run("git", "status", "--porcelain", "--untracked-files=no"))

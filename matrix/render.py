@@ -18,7 +18,7 @@ from attnmatrix.harness.registry import rows
 from attnmatrix.matrix.healthy import Healthy
 from attnmatrix.matrix.kill_score import KillScore, side_by_side
 from attnmatrix.matrix.record import Record
-from attnmatrix.matrix.run import current_fingerprints
+from attnmatrix.matrix.run import current_fingerprint
 from attnmatrix.matrix.status import AS_DECLARED, ORDER, Cell, short_device, summarise
 
 HERE = Path(__file__).resolve().parent
@@ -63,8 +63,7 @@ class Reason:
 
 def render_matrix(records: Sequence[Record], scores: Mapping[str, KillScore] | None = None, healthy: Healthy | None = None) -> str:
     """The whole page; every cell comes from ``records``, rows without any show ``–``. ``scores``: kill scores by rule."""
-    present = current_fingerprints(rows())
-    statuses = [status_now(record, present) for record in records]
+    statuses = [status_now(record) for record in records]
     reasons = _reasons(records, statuses)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
@@ -94,11 +93,10 @@ def row_names(records: Sequence[Record], kind: AttentionKind) -> list[str]:
     return list({row.name: None for row in rows() if row.kind is kind} | recorded)
 
 
-def status_now(record: Record, present: dict[tuple[AttentionKind, str, RunnerMode, str], str]) -> str:
+def status_now(record: Record) -> str:
     """The record's status, ``stale`` for a verdict of other code; a row that is not registered here cannot be checked."""
-    current = present.get(
-        (AttentionKind(record.kind), record.backend, RunnerMode(record.mode), "cpu" if record.device == "cpu" else "cuda")
-    )
+    device = "cpu" if record.device == "cpu" else "cuda"
+    current = current_fingerprint(AttentionKind(record.kind), record.backend, RunnerMode(record.mode), device)
     return record.status if current in (None, record.fingerprint) else "stale"
 
 

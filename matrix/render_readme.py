@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
-from attnmatrix.harness.registry import UsageError, rows
+from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.kill_score import KillScore
 from attnmatrix.matrix.record import Record
 from attnmatrix.matrix.render import HERE, RULES, cells_of, row_names, status_now
-from attnmatrix.matrix.run import current_fingerprints
 
 README_FILE = HERE.parent / "README.md"
 
@@ -44,8 +43,7 @@ def _short_scores(scores: Mapping[str, KillScore]) -> str:
 
 
 def _short_tables(records: Sequence[Record]) -> str:
-    present = current_fingerprints(rows())
-    grouped = cells_of(records, [status_now(record, present) for record in records])
+    grouped = cells_of(records, [status_now(record) for record in records])
     modes = [mode for mode in RunnerMode if mode in ADAPTED_MODES]
     lines = []
     for kind in AttentionKind:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.cell import run_cell
-from attnmatrix.harness.registry import Row
+from attnmatrix.harness.registry import Row, UsageError, find_row
 from attnmatrix.matrix.environment import environment, row_versions
 from attnmatrix.matrix.fingerprint import TOP, fingerprint
 from attnmatrix.matrix.record import Record, make_crash_record, make_record
@@ -49,11 +51,10 @@ def cell_fingerprint(row: Row, mode: RunnerMode, device: str) -> str:
     return fingerprint(row.kind, mode, (row.source, *row.more_sources, *(str(TOP / "harness" / f"{name}.py") for name in names)))
 
 
-def current_fingerprints(rows: tuple[Row, ...]) -> dict[tuple[AttentionKind, str, RunnerMode, str], str]:
-    """The present hash for every row, mode and device type, to tell which records are stale."""
-    return {
-        (row.kind, row.name, mode, device): cell_fingerprint(row, mode, device)
-        for row in rows
-        for mode in RunnerMode
-        for device in ("cpu", "cuda")
-    }
+@cache
+def current_fingerprint(kind: AttentionKind, backend: str, mode: RunnerMode, device: str) -> str | None:
+    """The present hash for a row or a pair by name, to tell which records are stale; None where none of that name is known here."""
+    try:
+        return cell_fingerprint(find_row(backend, kind), mode, device)
+    except UsageError:
+        return None

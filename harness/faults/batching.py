@@ -72,9 +72,8 @@ class DecodeStarts(SoftmaxSubject):
 class EachByItself(SoftmaxSubject):
     """Each request computed over its own keys alone, products summed in a fixed order: its bits do not depend on the others."""
 
-    def scores(self, queries: Tensor, keys: Tensor, plan: Plan, rows: Tensor, layer: int, batch: Batch) -> Tensor:
-        products = queries.float()[:, :, None] * self.expand(keys.float())[:, None]
-        return products.sum(dim=-1).movedim(3, 1) * self.scale(layer)
+    def dots(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return (queries[:, :, None] * keys[:, None]).sum(dim=-1).movedim(3, 1)
 
     def attend(self, scores: Tensor, visible: Tensor, values: Tensor, layer: int, batch: Batch) -> Tensor:
         wide, size, outs = self.expand(values.float()), self.keys_per_split(batch), []

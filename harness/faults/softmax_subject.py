@@ -169,13 +169,17 @@ class SoftmaxSubject(AttentionBackend):
     def scores(self, queries: Tensor, keys: Tensor, plan: Plan, rows: Tensor, layer: int, batch: Batch) -> Tensor:
         """float32 ``[R, Hq, n, L]``: scaled, capped, biased, not yet masked."""
         context = self.context
-        score = torch.einsum("rnhd,rlhd->rhnl", queries.float(), self.expand(keys.float())) * self.scale(layer)
+        score = self.dots(queries.float(), self.expand(keys.float())) * self.scale(layer)
         if context.soft_cap is not None:
             score = context.soft_cap * torch.tanh(score / context.soft_cap)
         if context.alibi_slopes is not None:
             distance = self.key_positions(plan, rows, batch)[:, None, :] - plan.positions[rows][..., None]
             score = score + self.alibi(layer)[None, :, None, None] * distance[:, None]
         return score
+
+    def dots(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """float32 ``[R, Hq, n, L]`` of queries ``[R, n, Hq, D]`` and keys ``[R, L, Hq, D]``."""
+        return torch.einsum("rnhd,rlhd->rhnl", queries, keys)
 
     def expand(self, tensor: Tensor) -> Tensor:
         """``[R, L, Hkv, D]`` repeated to the query heads."""
