@@ -7,9 +7,10 @@ import pytest
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
-from attnmatrix.harness.registry import rows
+from attnmatrix.harness.registry import find_row, rows
 from attnmatrix.harness.runners import RUNNERS
 from attnmatrix.matrix.fingerprint import _RUNNERS, TOP, fingerprint, token_text
+from attnmatrix.matrix.run import cell_fingerprint
 
 CODE = 'def f(x):\n    """Doc."""\n    return f"{x}" + \'a\'  # why\n'
 
@@ -47,6 +48,15 @@ def test_kinds_and_modes_depend_on_their_own_files() -> None:
         fingerprint(AttentionKind.SOFTMAX, RunnerMode.EAGER, ()),
     }
     assert len(hashes) == 4
+
+
+def test_the_interpreter_counts_for_interpreted_rows_on_a_cpu_alone() -> None:
+    def differs(name: str) -> bool:
+        row = find_row(name, AttentionKind.SOFTMAX)
+        return cell_fingerprint(row, RunnerMode.EAGER, "cpu") != cell_fingerprint(row, RunnerMode.EAGER, "cuda")
+
+    assert differs("sgl-triton")
+    assert not differs("torch")
 
 
 def test_the_adapted_modes_are_those_with_a_runner() -> None:

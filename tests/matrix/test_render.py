@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from made_records import CASE, record
 
+from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.record import Record
-from attnmatrix.matrix.render import render_matrix
+from attnmatrix.matrix.render import render_matrix, status_now
 from attnmatrix.matrix.render_readme import render_readme
+from attnmatrix.matrix.run import current_fingerprint
 from attnmatrix.matrix.status import MARKS, ORDER
 
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
@@ -26,6 +28,15 @@ def test_a_verdict_of_other_code_is_stale() -> None:
     page = render_matrix([record(fingerprint="other")])
     assert "stale 1" in page
     assert "✓ 1" not in page
+
+
+def test_a_pairs_verdict_of_other_code_is_stale() -> None:
+    pair = {"backend": "torch,flex", "mode": "handoff"}
+    present = current_fingerprint(AttentionKind.SOFTMAX, "torch,flex", RunnerMode.HANDOFF, "cpu")
+    assert present is not None
+    assert status_now(record(**pair, fingerprint=present)) == "pass"
+    assert status_now(record(**pair, fingerprint="other")) == "stale"
+    assert "1 stale" in render_matrix([record(**pair, fingerprint="other")])
 
 
 def test_a_row_known_to_records_only_is_shown_as_recorded() -> None:
