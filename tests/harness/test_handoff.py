@@ -101,7 +101,7 @@ def test_a_row_that_reads_its_own_copy_is_green_alone_and_red_in_a_pair() -> Non
     for mode in (HANDOFF, EAGER):
         assert run(PRIVATE, mode, CASE.id).status == "pass"
     taken_over = run(PRIVATE, EAGER, "decode-p16-prefix14.3-new1.1-h2x1x32-fp32-shuffled")
-    assert (taken_over.status, taken_over.trials[-1].probe) == ("fail", "needle"), "pages with a prefix change hands: a copy is stale"
+    assert (taken_over.status, taken_over.trials[-1].probe) == ("fail", "peaked"), "places with a prefix change hands: a copy is stale"
     for row, first_wrong in ((pair(PRIVATE, TORCH), 2), (pair(TORCH, PRIVATE), 3)):
         result = run(row)
         assert result.status == "fail"
