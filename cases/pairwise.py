@@ -134,6 +134,7 @@ def runner_subset(cases: Sequence[Case], fewest: bool = False) -> tuple[Case, ..
     return _cover(cases, wants)
 
 
+@cache
 def work(case: Case) -> int:
     """What a case costs, roughly: new tokens times keys times the width of the heads, and what a pool is enlarged by. A recurrent state costs the same whatever lies behind
     it; of a story every batch counts."""
@@ -151,11 +152,13 @@ def _singles(values: dict[str, object]) -> frozenset[Pair]:
 
 def _cover(cases: Sequence[Case], wants: Callable[[Case], frozenset[Pair]]) -> tuple[Case, ...]:
     """Greedy cover: the case first that meets most of what is still uncovered for its work (and the cost of any case)."""
-    wanted = {case: wants(case) for case in cases}
+    wanted, costs = {case: wants(case) for case in cases}, {case: work(case) + SOME_WORK for case in cases}
     uncovered = frozenset().union(*wanted.values()) if wanted else frozenset()
     chosen: list[Case] = []
+    left = list(cases)
     while uncovered:
-        best = max(cases, key=lambda case: len(wanted[case] & uncovered) / (work(case) + SOME_WORK))
+        best = max(left, key=lambda case: len(wanted[case] & uncovered) / costs[case])
         chosen.append(best)
+        left.remove(best)
         uncovered -= wanted[best]
     return tuple(case for case in cases if case in chosen)

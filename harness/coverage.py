@@ -13,12 +13,11 @@ from functools import cache
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.pairwise import work
-from attnmatrix.harness.capabilities import Supported
 from attnmatrix.harness.controls import CONTROLS, Control
 from attnmatrix.harness.probes import PROBES, Probe
 from attnmatrix.harness.properties import examines
 from attnmatrix.harness.registry import Row
-from attnmatrix.harness.row_suite import is_sampled, row_suite
+from attnmatrix.harness.row_suite import is_sampled, row_suite, should_pass
 
 LONG_WORK = 4_000_000  # see ``row_suite.work``
 TRIES = {False: 2, True: 1}  # cases of a cell that try each control: eager modes, graph modes (which cost more)
@@ -53,12 +52,7 @@ def share_of(row: Row, mode: RunnerMode, case: Case, device: str, full: bool) ->
 
 def _cheapest(row: Row, mode: RunnerMode, device: str, full: bool) -> list[Case]:
     """The cases of a cell that the row claims to support and that should pass, the cheapest first."""
-    claimed = [
-        case
-        for case in row_suite(row, mode, device, full)
-        if isinstance(row.capabilities.claim(mode, case, device), Supported) and row.capabilities.known_fault(mode, case) is None
-    ]
-    return sorted(claimed, key=work)
+    return sorted((case for case in row_suite(row, mode, device, full) if should_pass(row, mode, case, device)), key=work)
 
 
 @cache

@@ -12,6 +12,8 @@ GPU rounds it, which adds up from step to step and says nothing about the kernel
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.pairwise import pairwise_subset, runner_subset, single_subset, work
@@ -43,22 +45,29 @@ def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case
     cheap = tuple(case for case in whole if work(case) <= bound)
     if mode.uses_graph:
         cheap = tuple(case for case in cheap if case.kv_dtype is None)  # what a cache holds is the kernel's affair
-        known = tuple(case for case in cheap if row.capabilities.known_fault(mode, case) is not None)
+        known = tuple(case for case in cheap if has_known_fault(row, mode, case))
         right = runner_subset(tuple(case for case in cheap if case not in known), fewest=True)
         if row.slow_on_cpu:
             right = tuple(sorted(right, key=work)[-SLOW_GRAPHS:])
         return (*right, *sorted(known, key=work)[:1])
     if row.few_on_cpu:
         return single_subset(cheap)
-    right = tuple(case for case in cheap if _should_pass(row, mode, case, device))
+    right = tuple(case for case in cheap if should_pass(row, mode, case, device))
     rest = tuple(case for case in cheap if case not in right and work(case) <= bound // 2)
     kept = {*pairwise_subset(right), *single_subset(rest)}
     return tuple(case for case in cheap if case in kept)
 
 
-def _should_pass(row: Row, mode: RunnerMode, case: Case, device: str) -> bool:
+@lru_cache(maxsize=4096)
+def should_pass(row: Row, mode: RunnerMode, case: Case, device: str) -> bool:
     """Whether the row claims the case and no known fault is in it: what else a case meets says nothing about the row."""
-    return isinstance(row.capabilities.claim(mode, case, device), Supported) and row.capabilities.known_fault(mode, case) is None
+    return isinstance(row.capabilities.claim(mode, case, device), Supported) and not has_known_fault(row, mode, case)
+
+
+@lru_cache(maxsize=4096)
+def has_known_fault(row: Row, mode: RunnerMode, case: Case) -> bool:
+    """Whether a fault found in the package applies to the case or to a batch derived from it."""
+    return row.capabilities.known_fault(mode, case) is not None
 
 
 def _narrow(case: Case) -> Case:
