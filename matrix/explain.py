@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.cases.modes import RunnerMode
@@ -14,8 +15,9 @@ from attnmatrix.matrix.record import Record
 MAX_ROWS = 24
 
 
-def failure_message(record: Record) -> str:
-    """What went wrong in one cell, where, and the command that shows it again."""
+def failure_message(record: Record, plugins: Sequence[str] = ()) -> str:
+    """What went wrong in one cell, where, and the command that shows it again; ``plugins``: the row files that were loaded."""
+    loaded = "".join(f"--plugin {shlex.quote(plugin)} " for plugin in plugins)
     name = f" ({record.case_name})" if record.case_name else ""
     device = "cpu" if record.device == "cpu" else "cuda"
     lines = [
@@ -29,7 +31,7 @@ def failure_message(record: Record) -> str:
     if record.where:
         lines.append(f"where: {record.where}")
     lines += [
-        f"again:  attnmatrix run --backend {record.backend} --mode {record.mode} --case {record.case} --device {device}",
+        f"again:  attnmatrix run {loaded}--backend {record.backend} --mode {record.mode} --case {record.case} --device {device}",
         f"layout: attnmatrix explain {record.case}",
     ]
     return "\n".join(lines)

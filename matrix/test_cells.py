@@ -26,4 +26,4 @@ def test_cell(cell: CellId, cell_device: str, request: pytest.FixtureRequest) ->
     if record.status not in AS_DECLARED:
         from attnmatrix.matrix.explain import failure_message
 
-        pytest.fail(failure_message(record), pytrace=False)
+        pytest.fail(failure_message(record, request.config.getoption("--plugin")), pytrace=False)

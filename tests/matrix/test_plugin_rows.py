@@ -40,7 +40,7 @@ def test_a_failure_says_what_where_and_how_to_see_it_again(tmp_path: Path) -> No
         "fail: row 'odd' (softmax), mode eager, cpu",
         "out of layer",
         "token 3",
-        "again:  attnmatrix run --backend odd",
+        f"again:  attnmatrix run --plugin {tmp_path / 'odd.py'} --backend odd",
         "layout: attnmatrix explain",
     ):
         assert expected in text
