@@ -103,13 +103,50 @@ def extremes() -> tuple[Case, ...]:
     )
 
 
+def shared_prefixes() -> tuple[Case, ...]:
+    """Requests that decode behind a common prefix in the same physical pages."""
+    return (
+        decode(16, (48, 48, 40, 5), SOFTMAX, heads=Heads(2, 1, 64), placement=Placement.SHARED, name="shared_decode"),
+        decode(
+            1, (9, 9, 12), SOFTMAX, heads=Heads(2, 1, 64), placement=Placement.SHARED, scratch=Scratch.FIRST, name="shared_page1_decode"
+        ),
+    )
+
+
+def captured_options() -> tuple[Case, ...]:
+    """Two options each in decode, small enough for graphs on a CPU; the widest group, a window that no byte holds, a length of 1,024."""
+    small: dict[str, object] = {"kind": SOFTMAX, "heads": Heads(2, 1, 64)}
+    return (
+        decode(16, (40, 6), window=12, soft_cap=8.0, name="window_cap_small_decode", **small),  # type: ignore[arg-type]
+        decode(16, (5, 17), sinks=True, kv_dtype="fp8e4m3", name="sinks_fp8_small_decode", **small),  # type: ignore[arg-type]
+        decode(16, (40, 6), window=12, sinks=True, soft_cap=8.0, name="window_cap_sinks_decode", **small),  # type: ignore[arg-type]
+        decode(16, (1023, 600), window=512, name="window512_decode", **small),  # type: ignore[arg-type]
+        decode(16, (5, 32), SOFTMAX, heads=Heads(16, 1, 64), name="group16_decode"),
+    )
+
+
 def verify_extremes() -> tuple[Case, ...]:
-    """A long prefix under many draft tokens, in a chain and in a tree of two branches; scores far below any finite mask."""
+    """A long prefix under many draft tokens, in a chain and in a tree of two branches; scores far below any finite mask; a common prefix, six
+    requests, a soft cap under a tree."""
     shape: dict[str, object] = {"kind": SOFTMAX, "forward": ForwardMode.TARGET_VERIFY}
     branches = (-1, *range(15), 0, *range(16, 31))
     return (
         extend(64, (1500, 20), (24, 24), heads=Heads(4, 2, 64), name="chain_context1500", **shape),  # type: ignore[arg-type]
         extend(16, (40, 6), (4, 4), score_drop=12_000.0, name="deep_scores_chain", **shape),  # type: ignore[arg-type]
+        extend(16, (48, 48, 40), (3,) * 3, placement=Placement.SHARED, heads=Heads(2, 1, 64), name="shared_chain", **shape),  # type: ignore[arg-type]
+        extend(16, (9, 30, 4, 17, 33, 15), (2,) * 6, heads=Heads(2, 1, 64), name="chain_six_requests", **shape),  # type: ignore[arg-type]
+        extend(
+            16,
+            (14, 31),
+            (6, 6),
+            trees=(SIBLINGS,),
+            draft_kind="eagle",
+            soft_cap=5.0,
+            gain=4.0,
+            heads=Heads(2, 1, 64),
+            name="tree_soft_cap",
+            **shape,  # type: ignore[arg-type]
+        ),
         extend(16, (33, 5), (32, 32), trees=(branches,), draft_kind="eagle", name="tree_two_branches32", **shape),  # type: ignore[arg-type]
     )
 

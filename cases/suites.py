@@ -85,6 +85,9 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from layouts.large_shapes()
             yield from layouts.long_series(kind)
             yield from combinations.extremes()
+            yield from combinations.shared_prefixes()
+        if mode in (RunnerMode.EAGER, RunnerMode.CG_DECODE):
+            yield from combinations.captured_options()
         yield from layouts.page256_variants()
         yield from quantised.fp8_batches()
     else:
