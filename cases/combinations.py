@@ -114,7 +114,7 @@ def shared_prefixes() -> tuple[Case, ...]:
 
 
 def captured_options() -> tuple[Case, ...]:
-    """Two options each in decode, small enough for graphs on a CPU; the widest group, a window that no byte holds, a length of 1,024."""
+    """Two or three options in decode, small enough for graphs on a CPU; the widest group, a window that no byte holds, a length of 1,024."""
     small: dict[str, object] = {"kind": SOFTMAX, "heads": Heads(2, 1, 64)}
     return (
         decode(16, (40, 6), window=12, soft_cap=8.0, name="window_cap_small_decode", **small),  # type: ignore[arg-type]
