@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnmatrix.cases.placement import pages_for
 from attnmatrix.harness.baseline import finite_peak, score_baseline
+from attnmatrix.harness.rounding import exact
 
 Cut = Callable[[Tensor], Tensor]
 Add = Callable[[Tensor, torch.dtype], Tensor]
@@ -34,7 +35,7 @@ def rounded_after_use(
     """Sum and output are rounded to q's dtype after each page; so is the maximum, but only after the page's weights were taken with the
     exact one, so that the pages disagree about it. Arguments as in :func:`attnmatrix.harness.baseline.softmax_baseline`."""
     score = score_baseline(how.cut(q), how.cut(k), mask, scale, **options)  # type: ignore[arg-type]
-    peak, total, out = _run(score, _values(v, q), page_size, q.dtype, how, exact=True)
+    peak, total, out = _run(score, _values(v, q), page_size, q.dtype, how, between=exact)
     return _divided(out, total).to(q.dtype), peak + torch.log(total)
 
 
@@ -55,7 +56,7 @@ def rounded_and_split(
     total, out = torch.zeros_like(peak), torch.zeros_like(q, dtype=torch.float32)
     for start in range(0, score.shape[-1], step):
         part = slice(start, start + step)
-        split_peak, split_total, split_out = _run(score[..., part], values[part], page_size, dtype, how, exact=False)
+        split_peak, split_total, split_out = _run(score[..., part], values[part], page_size, dtype, how, between=rounded)
         lse = rounded(split_peak + rounded(torch.log(split_total)))
         top = torch.maximum(peak, lse)
         anchor = torch.where(torch.isfinite(top), top, 0.0)
@@ -66,11 +67,10 @@ def rounded_and_split(
     return _divided(out, total).to(dtype), peak + torch.log(total)
 
 
-def _run(score: Tensor, values: Tensor, page_size: int, dtype: torch.dtype, how: Arithmetic, exact: bool) -> Running:
-    """Over the pages of ``score`` float32 ``[new, Hq, kv]``, all results float32 holding values of ``dtype``; ``exact`` takes weights
-    with the exact maximum."""
+def _run(score: Tensor, values: Tensor, page_size: int, dtype: torch.dtype, how: Arithmetic, between: Cut) -> Running:
+    """Over the pages of ``score`` float32 ``[new, Hq, kv]``, all results float32 holding values of ``dtype``; ``between`` is applied to a
+    score less the maximum."""
     rounded = partial(_rounded, dtype=dtype)
-    between = (lambda tensor: tensor) if exact else rounded
     peak = score.new_full(score.shape[:2], float("-inf"))
     total, out = torch.zeros_like(peak), score.new_zeros(*score.shape[:2], values.shape[-1])
     for start in range(0, score.shape[-1], page_size):
@@ -137,32 +137,38 @@ def furthest(
     def attended(how: Arithmetic, *qkv: Tensor) -> tuple[Tensor, Tensor]:
         return model(how, *qkv, mask, scale, page_size=page_size, longest=longest, **options)
 
-    exact, _ = attended(Arithmetic(lambda tensor: tensor, added_at_once), q.float(), k.float(), v.float())
+    plain, _ = attended(Arithmetic(exact, added_at_once), q.float(), k.float(), v.float())
     found = [attended(Arithmetic(cut, add), q, k, v) for add in ORDERS]
     outs = torch.stack([out for out, _ in found])
-    distance = (outs.float() - exact).square().mean(dim=-1)
+    distance = (outs.float() - plain).square().mean(dim=-1)
     chosen = distance.argmax(dim=0)[None, ..., None].expand(1, *outs.shape[1:])
     out, strayed = outs.gather(0, chosen)[0], distance.amax(dim=0).sqrt()
     chance = _by_chance(score_baseline(q, k, mask, scale, **options), page_size, q.dtype)  # type: ignore[arg-type]
-    moved = (exact * (1 + chance[..., None])).to(q.dtype)
-    return torch.where((strayed < chance * exact.square().mean(dim=-1).sqrt())[..., None], moved, out), found[0][1]
+    moved = (plain * (1 + chance[..., None])).to(q.dtype)
+    return torch.where((strayed < chance * plain.square().mean(dim=-1).sqrt())[..., None], moved, out), found[0][1]
 
 
 def _by_chance(score: Tensor, page_size: int, dtype: torch.dtype) -> Tensor:
-    """``[new, Hq]``: how far, relative to it, the sum of the weights strays when the weights of each page are added one by one in ``dtype``.
-
-    Each addition is off by at most half a unit of the partial sum, independently and with mean zero (the model of Higham and Mary 2019,
-    "A new approach to probabilistic rounding error analysis"); by Hoeffding's inequality their sum is off by more than c times the root of
-    the sum of those squares with a probability below ``2 * exp(-c**2 / 2)``. Here c = 1, and the limit's factor is the c that is judged by.
-    """
+    """``[new, Hq]``: how far, relative to it, the sum of the weights strays when the weights of each page are added one by one in ``dtype``,
+    each addition being off by at most half a unit of the partial sum."""
     if not score.shape[-1]:
         return score.new_zeros(score.shape[:2])
     weight = torch.exp(score - finite_peak(score)[..., None])
     pages = torch.nn.functional.pad(weight, (0, -weight.shape[-1] % page_size)).unflatten(-1, (-1, page_size))
     partial = torch.where(pages > 0, pages.cumsum(dim=-1), 0.0)
     total = weight.sum(dim=-1)
-    strayed = torch.finfo(dtype).eps / 2 * partial.square().flatten(-2).sum(dim=-1).sqrt()
+    strayed = torch.finfo(dtype).eps / 2 * stray(partial.flatten(-2))
     return torch.where(total > 0, strayed / total, 0.0)
+
+
+def stray(bounds: Tensor) -> Tensor:
+    """How far a sum strays by chance whose terms are each off by at most ``bounds`` ``[..., terms]``, independently and with mean zero.
+
+    That is the model of Higham and Mary 2019, "A new approach to probabilistic rounding error analysis"; by Hoeffding's inequality the sum is
+    off by more than ``c`` times the root of the sum of squares of the bounds with a probability below ``2 * exp(-c**2 / 2)``. Here c = 1,
+    and the limit's factor is the c that is judged by.
+    """
+    return bounds.square().sum(dim=-1).sqrt()
 
 
 def _halved(terms: Tensor, dtype: torch.dtype) -> Tensor:

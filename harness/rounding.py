@@ -1,6 +1,7 @@
 """Roundings that a kernel performs beyond the textbook sequence: names that a row states, none of which takes a number.
 
-Their models are in :mod:`attnmatrix.harness.softmax_rounding` and :mod:`attnmatrix.harness.decay_rounding`.
+Their models are in :mod:`attnmatrix.harness.softmax_rounding` and :mod:`attnmatrix.harness.decay_rounding`; steps of one model alone are
+named in :mod:`attnmatrix.harness.flash_rounding`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnmatrix.harness.baseline import finite_peak, score_baseline, softmax_baseline
-from attnmatrix.harness.online_softmax import Arithmetic, Cut, added_at_once, furthest, rounded_after_use, rounded_and_split
+from attnmatrix.harness.baseline import softmax_baseline
+from attnmatrix.harness.flash_rounding import PARTS_ROUNDED, TANH_APPROXIMATED, Flash, flash_softmax
+from attnmatrix.harness.online_softmax import Arithmetic, added_at_once, furthest, rounded_after_use, rounded_and_split
 from attnmatrix.harness.rounding import (
     ELEMENT_PRODUCTS,
     ROUNDED_AFTER_USE,
@@ -23,17 +24,19 @@ from attnmatrix.harness.rounding import (
     tf32,
 )
 
+RUNNING = (ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT)
+FLASH = (TF32_PRODUCTS, WEIGHTS_ROUNDED, PARTS_ROUNDED, TANH_APPROXIMATED)
+
 
 def softmax_rounded(steps: Collection[str]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The softmax baseline under the named steps; called as :func:`softmax_baseline` plus the case's ``page_size`` and its ``longest`` KV
     length."""
-    check_known(
-        steps, (ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT, WEIGHTS_ADDED, TF32_PRODUCTS, SINK_RESCALE, ELEMENT_PRODUCTS, WEIGHTS_ROUNDED)
-    )
-    if ELEMENT_PRODUCTS in steps and set(steps) & {TF32_PRODUCTS, WEIGHTS_ROUNDED, ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT}:
+    check_known(steps, (*RUNNING, *FLASH, WEIGHTS_ADDED, SINK_RESCALE, ELEMENT_PRODUCTS))
+    if ELEMENT_PRODUCTS in steps and set(steps) & {*RUNNING, *FLASH}:
         raise ValueError(f"no model of {ELEMENT_PRODUCTS} together with {', '.join(sorted(set(steps) - {ELEMENT_PRODUCTS}))}")
-    if WEIGHTS_ROUNDED in steps and set(steps) & {ROUNDED_AFTER_USE, ROUNDED_AND_SPLIT}:
-        raise ValueError(f"no model of {WEIGHTS_ROUNDED} in a running state in the input dtype")
+    beside = set(steps) & {*FLASH} - {TF32_PRODUCTS}
+    if beside and set(steps) & {*RUNNING}:
+        raise ValueError(f"no model of {', '.join(sorted(beside))} in a running state in the input dtype")
     cut = tf32 if TF32_PRODUCTS in steps else exact
     models = [model for name, model in ((ROUNDED_AFTER_USE, rounded_after_use), (ROUNDED_AND_SPLIT, rounded_and_split)) if name in steps]
     inner: Callable[..., tuple[Tensor, Tensor]] = _textbook
@@ -42,8 +45,8 @@ def softmax_rounded(steps: Collection[str]) -> Callable[..., tuple[Tensor, Tenso
         inner = partial(_without_sinks, with_order)
     elif WEIGHTS_ADDED in steps:
         raise ValueError("only the models of a running state know added weights")
-    elif TF32_PRODUCTS in steps or WEIGHTS_ROUNDED in steps:
-        inner = partial(_divided_last, cut, WEIGHTS_ROUNDED in steps)
+    elif set(steps) & {*FLASH}:
+        inner = partial(flash_softmax, Flash(cut, WEIGHTS_ROUNDED in steps, PARTS_ROUNDED in steps, TANH_APPROXIMATED in steps))
     elif ELEMENT_PRODUCTS in steps:
         inner = _elements_rounded
     return partial(_sink_rescaled, inner) if SINK_RESCALE in steps else inner
@@ -72,53 +75,6 @@ def _elements_rounded(
         parts.append(softmax_baseline(torch.ones_like(q[one]), q[one] * k, v, mask[one], scale, distance=behind, **options))  # type: ignore[arg-type]
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(lses)
-
-
-def _divided_last(
-    cut: Cut,
-    rounds: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    scale: float,
-    *,
-    page_size: int,
-    longest: int,
-    sinks: Tensor | None = None,
-    **options: object,
-) -> tuple[Tensor, Tensor]:
-    """The weights, relative to the largest, meet V before they are divided by their float32 sum.
-
-    ``cut`` is applied to the factors of products. ``rounds``: the weights are rounded to q's dtype before that and before they are
-    summed, so that the LSE sees it.
-    """
-    score = score_baseline(cut(q), cut(k), mask, scale, **options)  # type: ignore[arg-type]
-    peak = finite_peak(score)
-    plain = torch.exp(score - peak[..., None])
-    weight = plain.to(q.dtype).float() if rounds else plain
-    sink = torch.exp(sinks - peak) if sinks is not None else torch.zeros_like(peak)
-    total, plain_total = weight.sum(dim=-1) + sink, plain.sum(dim=-1) + sink
-    values = cut(v.float()).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    out = torch.einsum("nhk,khd->nhd", cut(weight), values) / total[..., None]
-    lse = peak + torch.log(plain_total)
-    if rounds:
-        lse = torch.where(plain_total > 0, lse + _strayed(plain, total, plain_total, torch.finfo(q.dtype).eps / 2), lse)
-    return torch.where(total[..., None] > 0, out, 0.0).to(q.dtype), lse
-
-
-def _strayed(weight: Tensor, total: Tensor, plain_total: Tensor, unit: float) -> Tensor:
-    """Nats by which rounded weights move the LSE: as far as these roundings did or, if that is further, as far as such roundings do.
-
-    Each of ``weight`` ``[new, Hq, kv]`` is off by at most ``unit * weight``, independently and with mean zero (the model of Higham and
-    Mary 2019, "A new approach to probabilistic rounding error analysis"). By Hoeffding's inequality their sum is then off by more
-    than ``c * unit * sqrt(sum(weight**2))`` with a probability below ``2 * exp(-c**2 / 2)``; here c = 1, and the limit's factor is
-    the c that is judged by. How far one draw went says little about another: a kernel's weights are relative to the largest score
-    of the keys it met first or in one split. The largest weight is 1 and exact in each of them.
-    """
-    by_chance = unit * torch.where(weight < 1, weight, 0.0).square().sum(dim=-1).sqrt() / plain_total
-    here = torch.log(total / plain_total)
-    return torch.copysign(torch.maximum(here.abs(), by_chance), here)
 
 
 def _without_sinks(

@@ -34,6 +34,7 @@ _APART = (
     *(
         "rounding",
         "softmax_rounding",
+        "flash_rounding",
         "online_softmax",
         "chunk_products",
         "decay_rounding",

@@ -43,7 +43,11 @@ def crash_record(cell: CellId, device: str, reason: str) -> Record:
 def cell_fingerprint(row: Row, mode: RunnerMode, device: str) -> str:
     """Hash of the code that a verdict about this row in this mode on a ``device`` type depends on; models of rounding steps count where the row
     names one, Triton's interpreter where it runs."""
-    of_kind = ("softmax_rounding", "online_softmax") if row.kind is AttentionKind.SOFTMAX else ("decay_rounding", "chunk_products")
+    of_kind = (
+        ("softmax_rounding", "flash_rounding", "online_softmax")
+        if row.kind is AttentionKind.SOFTMAX
+        else ("decay_rounding", "chunk_products")
+    )
     names = (
         *(("rounding", *of_kind) if row.conventions.rounding else ()),
         *(("interpreter", "quick_interpreter", "quick_operators") if row.interpreted and device == "cpu" else ()),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.cases.schedule import schedule
 from attnmatrix.harness.backends import flashinfer_lists as lists_file
 from attnmatrix.harness.backends import flashinfer_wrappers as wrappers_file
 from attnmatrix.harness.backends.flashinfer_lists import lacks_parameter
@@ -65,8 +67,16 @@ def _unaligned(choice: Choice, case: Case) -> bool:
 
 
 def _merged(choice: Choice, case: Case, mode: RunnerMode) -> bool:
-    """A wrapper made for a graph is planned with its keys split, and the kernel that merges the parts checks the head dim."""
-    return _unaligned(choice, case) and mode.uses_graph and not mode.pads_tokens
+    """A wrapper made for a graph, and one of a batch with long keys, is planned with its keys split, and the kernel that merges the parts
+    checks the head dim."""
+    if not _unaligned(choice, case):
+        return False
+    return (mode.uses_graph and not mode.pads_tokens) or any(map(_splits, (case, *schedule(case, mode).batches)))
+
+
+def _splits(batch: Case) -> bool:
+    """Whether the keys of a small batch are planned in parts: of 128 tokens, or of one page where that is larger."""
+    return max(batch.kv_lens, default=0) > max(128 // batch.page_size, 1) * batch.page_size
 
 
 def _unmerged(choice: Choice, case: Case, mode: RunnerMode) -> bool:
@@ -83,8 +93,27 @@ def _shifted_lse(choice: Choice, case: Case, mode: RunnerMode) -> bool:
     return case.alibi and cached and mode in (RunnerMode.EAGER, RunnerMode.VERIFY) and not runs_fa3(choice, case)
 
 
+def _tensor_cores(choice: Choice, case: Case) -> bool:
+    """Whether a batch's kernels are those of prompts, fa2's or fa3's."""
+    return case.forward is not ForwardMode.DECODE or case.sinks or choice.tensor_cores(case.heads.group)
+
+
+def _below_the_mask(choice: Choice, case: Case, mode: RunnerMode) -> bool:
+    """Every score is below the 50,000 that these kernels take for minus infinity, before the scale."""
+    deep = case.soft_cap is None and case.score_drop * math.sqrt(case.heads.dim) > 5e4
+    return bool(case.num_tokens) and deep and _tensor_cores(choice, case)
+
+
+def _all_lost(choice: Choice, case: Case, mode: RunnerMode) -> bool:
+    return _below_the_mask(choice, case, mode) and not runs_fa3(choice, case)
+
+
+def _masked_seen(choice: Choice, case: Case, mode: RunnerMode) -> bool:
+    return _below_the_mask(choice, case, mode) and runs_fa3(choice, case)
+
+
 def _known_faults(choice: Choice) -> tuple[KnownFault, ...]:
-    dims = "flashinfer_fa2_head_dim_80_is_read_to_64"
+    dims, deep = "flashinfer_fa2_head_dim_80_is_read_to_64", "flashinfer_minus_infinity_is_50000"
     return (
         KnownFault(
             partial(_merged, choice),
@@ -110,6 +139,18 @@ def _known_faults(choice: Choice) -> tuple[KnownFault, ...]:
             diagnosis="X69",
             reason="ALiBi's bias counts from the query's index among the new tokens: the LSE is off by slope times prefix length, the output right",
         ),
+        KnownFault(
+            partial(_all_lost, choice),
+            finding=deep,
+            diagnosis="X103",
+            reason="minus infinity is -50,000, before the scale: the running maximum of lower scores stays there, and the output is zero",
+        ),
+        KnownFault(
+            partial(_masked_seen, choice),
+            finding=deep,
+            diagnosis="X109",
+            reason="masked scores are -50,000, before the scale: among lower scores they are the largest, and later keys take all the weight",
+        ),
     )
 
 
@@ -128,8 +169,11 @@ CHOICES = {
 
 def _sums_rounded_weights(choice: Choice, case: Case, device: str) -> bool:
     """Whether a batch's kernels are fa2's on tensor cores."""
-    cuda_cores = case.forward is ForwardMode.DECODE and not case.sinks and not choice.tensor_cores(case.heads.group)
-    return case.dtype != "fp32" and not cuda_cores and not runs_fa3(choice, case)
+    return case.dtype != "fp32" and _tensor_cores(choice, case) and not runs_fa3(choice, case)
+
+
+def _soft_cap(case: Case, device: str) -> bool:
+    return case.soft_cap is not None
 
 
 for row_name, (choice, summary) in CHOICES.items():
@@ -148,6 +192,11 @@ for row_name, (choice, summary) in CHOICES.items():
                         "weights rounded to the input dtype before they are summed",
                         "attention/prefill.cuh, compute_sfm_v: s_frag is cast to DTypeQ (s_frag_f16), mma::m16k16_rowsum_f16f16f32 sums that into d",
                         partial(_sums_rounded_weights, choice),
+                    ),
+                    RoundingStep(
+                        "the soft cap's tanh to 11 bits",
+                        "math.cuh, tanh: tanh.approx.f32; called by LogitsTransform in attention/variants.cuh and attention/hopper/variants.cuh",
+                        _soft_cap,
                     ),
                 ),
             ),

@@ -126,8 +126,8 @@ class Flex(AttentionBackend):
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
     def _kernel_options(self, batch: Batch) -> dict[str, Any]:
-        """The split-KV kernel has no configuration beyond one block of queries; then blocks that fit every dtype and head dim."""
-        if batch.num_tokens * self.context.heads.group <= QUERY_BLOCK:
+        """Without the split-KV kernel, blocks that fit every dtype and head dim."""
+        if _splits(batch.num_tokens, self.context.heads.group):
             return {}
         return {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2}
 
@@ -159,6 +159,12 @@ class Flex(AttentionBackend):
         for old, new in zip(static.block_masks, fresh.block_masks, strict=True):
             for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
                 getattr(old, name).copy_(getattr(new, name))
+
+
+def _splits(tokens: int, group: int) -> bool:
+    """Whether FlexAttention's split-KV kernel takes a batch: it has no configuration beyond one block of queries, and is not asked where
+    the query heads of a key head are no power of two."""
+    return tokens * group <= QUERY_BLOCK and group & (group - 1) == 0
 
 
 def mask_of(tables: FlexTables, window: int | None) -> Callable[..., Tensor]:
@@ -212,7 +218,7 @@ CONVENTIONS = Conventions(
 
 
 def _compiler_limits(case: Case) -> Blocked | None:
-    if case.has_wide_pool and case.num_tokens * case.heads.group <= QUERY_BLOCK:
+    if case.has_wide_pool and _splits(case.num_tokens, case.heads.group):
         return Blocked(
             "the split-KV kernel mixes 64 and 32 bits where offsets in the pool need 64: it does not compile",
             "InductorError",

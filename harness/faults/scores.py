@@ -167,26 +167,6 @@ class LseOfIndices(WithLse):
         return self.prefix(plan)[:, None] * self.alibi(layer)[None, :]
 
 
-class FiniteMask(SoftmaxSubject):
-    """Masked scores are -10,000, which is not below every score."""
-
-    def partial(self, scores: Tensor, visible: Tensor, values: Tensor) -> Partial:
-        masked = torch.where(visible[:, None], scores, -1e4)
-        lse = torch.logsumexp(masked, dim=-1)
-        return Partial(torch.einsum("rhnl,rlhd->rnhd", torch.exp(masked - lse[..., None]), values), lse.transpose(1, 2))
-
-
-class MaximumFromZero(SoftmaxSubject):
-    """The running maximum starts at 0, so that weights of scores far below it vanish."""
-
-    def partial(self, scores: Tensor, visible: Tensor, values: Tensor) -> Partial:
-        weight = torch.exp(scores - scores.amax(dim=-1, keepdim=True).clamp(min=0.0)).masked_fill(~visible[:, None], 0.0)
-        total = weight.sum(dim=-1)
-        right = super().partial(scores, visible, values)
-        lost = (total == 0).transpose(1, 2)
-        return Partial(right.out.masked_fill(lost[..., None], 0.0), right.lse.masked_fill(lost, float("-inf")))
-
-
 def _capped(case: Case) -> bool:
     return case.soft_cap is not None
 
@@ -204,10 +184,6 @@ plant("B69", "the sink counted in every split with a key", SinkInEverySplit, lam
 plant("B70", "the ALiBi slopes of half the heads given to each half", SlopesOfRank, lambda case: case.alibi and _more_than_one_key(case))
 plant("B72", "the sink taken by row instead of by head", SinkOfRow, lambda case: case.sinks and several_tokens(case))
 plant("B102", "a key scale multiplied into the scores of an unquantised cache", KeyScaleApplied, _more_than_one_key)
-plant("X102", "masked scores of -10,000", FiniteMask, lambda case: case.score_drop > 1e4 and _more_than_one_key(case), kind="causal-mask",
-      title="Finite mask")  # fmt: skip
-plant("X103", "a running maximum that starts at 0", MaximumFromZero, lambda case: case.score_drop >= 200 and case.soft_cap is None and not case.sinks,
-      kind="score-mod", title="Maximum from zero")  # fmt: skip
 plant("X25", "the scale 1 / dim", ScaleByDim, _more_than_one_key, kind="score-mod", title="Scale without the square root")
 plant("X26", "the scale 1 % too large", ScaleOnePercentLarge, _more_than_one_key, kind="score-mod", title="Scale 1 % too large")
 plant("X27", "the ALiBi bias with the opposite sign", AlibiSign, lambda case: case.alibi and _more_than_one_key(case), kind="score-mod",

@@ -28,6 +28,7 @@ SHOWN = {
     "flashinfer_alibi_shifts_lse": ("slope times prefix larger", "right"),
     "flashinfer_fa2_head_dim_80_is_read_to_64": ("columns 64 to 79 as they were", "right"),
     "flashinfer_fa3_leaves_alibi_out": ("no bias", "right"),
+    "flashinfer_minus_infinity_is_50000": ("mean of what is masked", "right"),
     "flashinfer_xqa_reads_strided_queries_as_contiguous": ("read as contiguous", "right"),
     "flashinfer_xqa_verify_has_no_window": ("no window", "right"),
     "seg_la_decode_of_head_dim_192_drops_keys": ("state key rows 0 to 127", "state key rows 128 to 191"),

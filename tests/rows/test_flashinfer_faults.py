@@ -32,7 +32,16 @@ FAULTS = (
     ("fi-fa3", EAGER, "extend-p16-prefix0.20-new8.7-h4x2x64-bf16-shuffled-alibi", "fa3_leaves_alibi_out"),
     ("fi-fa3", EAGER, "decode-p16-prefix40.17-new1.1-h4x2x64-bf16-shuffled-alibi", "fa3_leaves_alibi_out"),
     ("fi-fa3", BCG, "extend-p16-prefix0.20-new8.7-h4x2x64-bf16-shuffled-alibi", "fa3_leaves_alibi_out"),
+    ("fi-fa2", EAGER, "extend-p64-prefix70-new17-h7x1x80-bf16-scattered-kvfp8e4m3-drop200", "head_dim_80"),
+    ("fi-fa2", EAGER, "extend-p16-prefix0.20-new8.3-h4x2x64-bf16-shuffled-drop12000", "infinity"),
+    ("fi-fa2", VERIFY, "target_verify-p16-prefix40.6-new4.4-h4x2x64-bf16-shuffled-drop12000", "infinity"),
+    ("fi", EAGER, "extend-p16-prefix0.20-new8.3-h4x2x64-bf16-shuffled-drop12000", "infinity"),
+    ("fi", EAGER, "decode-p16-prefix40.6-new1.1-h4x2x64-bf16-shuffled-drop12000", "infinity"),
+    ("fi-fa3", EAGER, "decode-p16-prefix40.6-new1.1-h4x2x64-bf16-shuffled-drop12000", "infinity"),
+    ("fi-hnd", VERIFY_CG, "target_verify-p16-prefix40.6-new4.4-h4x2x64-bf16-shuffled-drop12000", "infinity"),
     ("trtllm", EAGER, "decode-p16-prefix5.17.64-new1.1.1-h4x2x64-bf16-shuffled-strided", "strided_queries"),
+    ("trtllm", CG, "decode-p16-prefix5.17.64-new1.1.1-h4x2x64-bf16-shuffled-strided", "strided_queries"),
+    ("trtllm", VERIFY, "target_verify-p32-prefix40.12-new6.6-h4x2x64-fp16-shuffled-w12-strided", "strided_queries"),
     ("trtllm", VERIFY, "target_verify-p16-prefix24.7-new6.6-h4x2x64-bf16-shuffled-w8-treer.0.0.1.1.2", "verify_has_no_window"),
     ("trtllm", VERIFY_CG, "target_verify-p16-prefix6.8-new4.4-h4x2x64-bf16-shuffled-w8", "verify_has_no_window"),
 )
@@ -51,6 +60,8 @@ def test_a_known_fault_fails_with_its_diagnosis(name: str, mode: RunnerMode, cas
         ("fi-fa2", EAGER, "extend-p16-prefix0-new8-h4x2x64-bf16-shuffled-alibi"),
         ("fi-fa2", CG, "decode-p16-prefix40.17-new1.1-h4x2x64-bf16-shuffled-alibi"),
         ("fi", EAGER, "extend-p16-prefix0-new8-h4x2x128-bf16-shuffled"),
+        ("fi-fa2", EAGER, "decode-p16-prefix40.6-new1.1-h4x2x64-bf16-shuffled-drop12000"),
+        ("fi", EAGER, "extend-p16-prefix0.20-new8.3-h4x2x64-bf16-shuffled-drop200"),
         ("trtllm", EAGER, "decode-p16-prefix24.7-new1.1-h4x2x64-bf16-shuffled-w8"),
         ("trtllm", VERIFY, "target_verify-p16-prefix2.3-new3.3-h4x2x64-bf16-shuffled-w8"),
     ],
@@ -67,7 +78,7 @@ def test_a_package_without_the_faults_is_an_error(monkeypatch: pytest.MonkeyPatc
     assert result.reason.endswith("but it passes")
 
 
-@pytest.mark.parametrize(("name", "mode", "case", "finding"), [FAULTS[4], FAULTS[7], FAULTS[10], FAULTS[11]])
+@pytest.mark.parametrize(("name", "mode", "case", "finding"), [FAULTS[4], FAULTS[7], FAULTS[11], FAULTS[17], FAULTS[20]])
 def test_another_failure_than_the_known_one_is_an_error(name: str, mode: RunnerMode, case: str, finding: str) -> None:
     row = find_row(name, SOFTMAX)
     known = row.capabilities.known_fault(mode, parse_case(case))

@@ -14,6 +14,7 @@ from attnmatrix.harness.baseline import softmax_baseline
 from attnmatrix.harness.capabilities import Conventions
 from attnmatrix.harness.cell import run_cell
 from attnmatrix.harness.decay_rounding import chunked_decay
+from attnmatrix.harness.flash_rounding import PARTS_ROUNDED, TANH_APPROXIMATED, TANH_UNIT
 from attnmatrix.harness.measure import FACTOR, absolute_error, limits
 from attnmatrix.harness.registry import Row, find_row
 from attnmatrix.harness.rounding import (
@@ -131,7 +132,7 @@ def test_a_single_key_rounds_no_weight() -> None:
 
 EVERY = (
     [], [ROUNDED_AFTER_USE], [ROUNDED_AND_SPLIT], [ROUNDED_AND_SPLIT, WEIGHTS_ADDED], [TF32_PRODUCTS], [WEIGHTS_ROUNDED],
-    [WEIGHTS_ROUNDED, TF32_PRODUCTS], [ELEMENT_PRODUCTS], [SINK_RESCALE],
+    [WEIGHTS_ROUNDED, TF32_PRODUCTS], [WEIGHTS_ROUNDED, PARTS_ROUNDED, TANH_APPROXIMATED], [ELEMENT_PRODUCTS], [SINK_RESCALE],
 )  # fmt: skip
 
 
@@ -143,6 +144,42 @@ def test_requests_without_a_token_or_a_key_and_rows_that_see_none(steps: list[st
     assert (tuple(out.shape), tuple(lse.shape)) == ((new, 2, 32), (new, 2))
     assert not out.any()
     assert (lse == float("-inf")).all()
+
+
+def capped_lse(q: torch.Tensor, k: torch.Tensor, cap: float, unit: float) -> torch.Tensor:
+    """Float64 LSE under a soft cap whose tanh is off by up to ``unit`` of itself, in a pattern of its own."""
+    score = torch.einsum("nhd,khd->nhk", q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)) * 0.2
+    tanh = torch.tanh(score / cap)
+    return torch.logsumexp(cap * tanh * (1 + unit * torch.sin(1e5 * tanh)), dim=-1)[..., None]
+
+
+@pytest.mark.parametrize("steps", [[TANH_APPROXIMATED], [WEIGHTS_ROUNDED, TANH_APPROXIMATED]], ids="+".join)
+def test_the_lse_under_an_approximated_soft_cap_is_judged_by_what_such_approximations_do(steps: list[str]) -> None:
+    """Another approximation of tanh passes, a key left out does not, and without a cap nothing moves."""
+    q, k, v, _ = inputs(torch.float16, new=400, kv=64)
+    mask = torch.ones(400, 64, dtype=torch.bool)
+    exact = capped_lse(q, k, 8.0, 0.0)
+    lse = softmax_rounded(steps)(q, k, v, mask, 0.2, page_size=16, longest=64, soft_cap=8.0)[1]
+    limit = limits(absolute_error(lse[..., None], exact).flatten(), torch.zeros(1600))
+    textbook = softmax_baseline(q, k, v, mask, 0.2, soft_cap=8.0)[1]
+    narrow = limits(absolute_error(textbook[..., None], exact).flatten(), torch.zeros(1600))
+    error = absolute_error(capped_lse(q, k, 8.0, TANH_UNIT), exact).flatten()
+    assert float((error / limit).max()) <= 1 < float((error / narrow).max())
+    short = absolute_error(capped_lse(q, k[1:], 8.0, 0.0), exact).flatten()
+    assert float((short > limit).float().mean()) > 0.5
+    same = softmax_rounded([TANH_APPROXIMATED])(q, k, v, mask, 0.2, page_size=16, longest=64)[1]
+    torch.testing.assert_close(same, softmax_baseline(q, k, v, mask, 0.2)[1])
+
+
+def test_parts_rounded_before_they_are_merged_stray_further_where_one_key_has_the_weight() -> None:
+    q, k, v, mask = inputs(torch.bfloat16, new=60)
+    k[:] = q[-1:, :2] * torch.linspace(-1, 1, 70)[:, None, None].bfloat16()  # the last key takes most of it
+    exact = softmax_baseline(*(t.double() for t in (q, k, v)), mask, 1.0)[0]
+    plain, parts = (
+        float((softmax_rounded(steps)(q, k, v, mask, 1.0, page_size=16, longest=70)[0] - exact).norm() / exact.norm())
+        for steps in ([WEIGHTS_ROUNDED], [WEIGHTS_ROUNDED, PARTS_ROUNDED])
+    )
+    assert plain < parts < 2 * plain
 
 
 def test_cut_products_stray_as_far_as_tf32_and_keep_sinks() -> None:

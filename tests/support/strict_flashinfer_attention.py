@@ -37,8 +37,13 @@ def attention(
     mask: Tensor | None = None,
     mask_indptr: Tensor | None = None,
     limit: Tensor | None = None,
+    infinity: float | None = None,
+    tile: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Output as ``q`` and LSE to base 2, from what the buffers hold when it runs; ``limit`` int32 ``[R]`` cuts the keys of a request."""
+    """Output as ``q`` and LSE to base 2, from what the buffers hold when it runs; ``limit`` int32 ``[R]`` cuts the keys of a request.
+
+    ``infinity``: scores are below minus it in vain, before the scale; of a ``tile`` of keys the masked ones then take the weight.
+    """
     keys, values = (pool.transpose(1, 2) if layout == "HND" else pool for pool in cache)
     page, requests = keys.shape[1], len(last_page_len)
     entry = torch.arange(len(kv_indices), dtype=torch.int32)
@@ -72,9 +77,19 @@ def attention(
     if alibi:
         score = score + slopes(q.shape[1])[None, :, None] * (position[None, :] - own[:, None])[:, None, :]
     score = score.masked_fill(~seen[:, None, :], float("-inf"))
+    if infinity is not None and sinks is None:
+        lost = (score.amax(dim=-1) < -infinity * scale)[..., None]
+        later = live & (owner[None, :] == request[:, None]) & ~seen
+        share = later.float() / (-(-kv_lens // max(tile, 1)) * tile - kv_lens)[request][:, None].add(later.sum(-1, keepdim=True)).clamp(
+            min=1
+        )
+        drawn = torch.einsum("nk,khd->nhd", share * (tile > 0), v.repeat_interleave(group, dim=1))
+        score = torch.where(lost, torch.where(seen[:, None, :], -1.0, float("-inf")), score)
     if sinks is not None:
         score = torch.cat([score, sinks[None, :, None].expand(*score.shape[:2], 1)], dim=-1)
     lse = torch.logsumexp(score, dim=-1)
     weight = torch.exp(score - torch.where(lse.isinf(), 0.0, lse)[..., None])[..., : len(live)]
     out = torch.einsum("nhk,khd->nhd", weight, v.repeat_interleave(group, dim=1))
+    if infinity is not None and sinks is None:
+        out, lse = torch.where(lost, drawn, out), torch.where(lost[..., 0], -infinity, lse)
     return out.to(q.dtype), lse / math.log(2.0)

@@ -1,7 +1,7 @@
 """What the strict stand-in's wrappers for paged prefill and decode share: FlashInfer's checks and buffers, and faults of its kernels.
 
 Attention reads the lists in the wrapper's buffers, and gives NaN where they are not those of the last plan, since the kernels walk the plan.
-Not modelled: how work is split, and the package's refusals but for masks on fa3.
+Not modelled: how work is split but that it is, and the package's refusals but for masks on fa3.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 MODULES: set[tuple[Any, ...]] = set()
 BLOCK = 64  # dims that fa2's kernels move at a time; the package's hold anything in the rest, here it is left out of scores
+INFINITY, TILE = 5e4, 96  # what the package's math.cuh calls infinity; keys per tile of fa3's paged kernels
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -39,6 +40,8 @@ def determine_attention_backend(device: Any, pos_encoding_mode: int, use_fp16_qk
 class Wrapper:
     """What the two wrappers share: workspaces, buffers fixed or not, checks of a run."""
 
+    _tensor_cores = True
+
     def _make(self, workspace: Tensor, layout: str, graph: bool, buffers: dict[str, Tensor | None]) -> None:
         assert workspace.dtype is torch.uint8 and workspace.ndim == 1 and workspace.is_contiguous()
         assert layout in ("NHD", "HND")
@@ -49,6 +52,7 @@ class Wrapper:
 
     def _take(self, **lists: Tensor) -> None:
         """A fixed buffer is written, any other replaced by the caller's own tensor."""
+        self._split = not self._graph and int(lists["kv_indptr"].diff().max()) > max(128 // self._page, 1)
         for name, given in lists.items():
             if not self._graph:
                 self._bufs[name] = given
@@ -79,9 +83,11 @@ class Wrapper:
         lists = bufs["qo_indptr"], bufs["kv_indptr"], bufs["kv_indices"], bufs["last_page_len"]
         moved = q.shape[-1]
         if self._backend != "fa3" and moved % BLOCK:
-            if self._graph:
+            if self._graph or self._split:
                 raise RuntimeError(f"Error in function 'VariableLengthMergeStates' at cascade.cuh:697: Unsupported head_dim: {moved}")
             moved -= moved % BLOCK
+        if self._tensor_cores:
+            how |= {"infinity": INFINITY, "tile": TILE if self._backend == "fa3" else 0}
         found, found_lse = attention(q[..., :moved], tuple(pool[..., :moved] for pool in cache), self._layout, *lists, **how)
         stale = (torch.cat([lists[0], lists[1], lists[3]]) != self._planned).any()
         out[..., :moved].copy_(torch.where(stale, float("nan"), found) * (1.0 if v_scale is None else v_scale))
