@@ -24,14 +24,17 @@ def quicken() -> None:
     from triton.language import core
     from triton.runtime import interpreter
 
-    from attnmatrix.harness.quick_operators import Shortcuts
+    from attnmatrix.harness.quick_memory import Memory
+    from attnmatrix.harness.quick_operators import Operators
+    from attnmatrix.harness.quick_tensors import Tensors
 
     if not triton.__version__.startswith(TRIED):
         return  # its interpreter may be built otherwise: it stays as it is, slower
     builder = interpreter.interpreter_builder
     if builder.options.sanitize_overflow:
         builder.options = replace(builder.options, sanitize_overflow=False)
-    _patch_by_name(interpreter, Shortcuts(interpreter, core).all(triton.language.math))
+    known = Tensors(interpreter, core)
+    _patch_by_name(interpreter, {**Operators(known).all(triton.language.math), **Memory(known).all()})
     _patch_once(interpreter, triton.language)
     interpreter._get_np_dtype = _remembered_by_name(interpreter._get_np_dtype)
     _describe_once(core)

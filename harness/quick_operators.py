@@ -1,9 +1,4 @@
-"""Direct ways through Triton's interpreter: once an operation has run in the interpreter on operands of certain types, the next on the
-same types asks numpy at once and describes the result as the first was described.
-
-A shortcut is kept only if, beside the interpreter's first result, it gives the same bits in the same order in memory: sums and matrix
-products further on may round by that order. What a shortcut does not cover, and every error, is the interpreter's own.
-"""
+"""Shortcuts for the operators, functions and casts of Triton's interpreter: see ``quick_tensors.py``."""
 
 from __future__ import annotations
 
@@ -12,26 +7,22 @@ from typing import Any
 
 import numpy as np
 
-Function = Callable[..., Any]
+from attnmatrix.harness.quick_tensors import TRUTH, Function, Tensors
 
 SIGNED = ("int8", "int16", "int32", "int64")
 EXACT = (*SIGNED, "int1", "uint8", "uint16", "uint32", "uint64", "fp32", "fp64")
 """Types that numpy computes in as the interpreter does; 16-bit and 8-bit floats go the interpreter's way."""
-NUMBERS = {"fp32": (int, float), "int32": (int,), "int64": (int,)}
-"""Python numbers that beside a tensor of the type become one of it."""
 
 
-class Shortcuts:
-    """What is known of the operations that have run, for one process's Triton."""
+class Operators:
+    """Shortcuts for what computes."""
 
-    def __init__(self, interpreter: Any, core: Any) -> None:
-        self.interpreter, self.core = interpreter, core
-        self.numbers: dict[Any, Any] = {}
-        self.filled: dict[Any, Any] = {}
+    def __init__(self, known: Tensors) -> None:
+        self.known = known
 
     def all(self, math: Any) -> dict[Any, Callable[[Function], Function]]:
         """For each of Triton's functions that has one: what makes its shortcut from the interpreter's way."""
-        tensor, core = self.core.tensor, self.core
+        tensor, core = self.known.core.tensor, self.known.core
         found: dict[Any, Callable[[Function], Function]] = {}
         for name, compute in BINARY.items():
             found[getattr(tensor, f"__{name}__")] = self._binary(compute)
@@ -44,49 +35,10 @@ class Shortcuts:
         found[tensor.__getitem__] = self._new_axes
         found[tensor.to] = self._cast
         found[core.where] = self._where
-        found[core.load] = self._load
-        found[core.store] = self._store
-        return found
-
-    def like(self, sample: Any) -> Callable[[Any], Any]:
-        """Makes tensors described as ``sample`` is."""
-        new, handle_type, tensor = object.__new__, self.interpreter.TensorHandle, self.core.tensor
-        kind, dtype, shape, numel, held = sample.type, sample.dtype, sample.shape, sample.numel, sample.handle.dtype
-
-        def make(data: Any) -> Any:
-            handle = new(handle_type)
-            handle.data, handle.dtype, handle.attr = data, held, {}
-            made = new(tensor)
-            made.handle, made.shape, made.numel, made.type, made.dtype = handle, shape, numel, kind, dtype
-            return made
-
-        return make
-
-    def number(self, value: Any, dtype: Any) -> Any:
-        """The tensor that ``value`` becomes beside one of ``dtype``, or None where the interpreter must say."""
-        key = dtype.name, type(value), value
-        found = self.numbers.get(key, self)
-        if found is not self:
-            return found
-        found = None
-        size = abs(value)
-        if type(value) in NUMBERS.get(dtype.name, ()) and (size == 0 or 2.0**-126 <= size < 2**31 or size == float("inf")):
-            found = self.interpreter.interpreter_semantic.scalar_constant(value, dtype)
-        if value == value:
-            self.numbers[key] = found
-        return found
-
-    def full(self, shape: tuple[int, ...], dtype: Any, value: Any) -> Any:
-        """An array that nobody writes to, of one value."""
-        key = shape, dtype.char, type(value), value
-        found = self.filled.get(key)
-        if found is None:
-            found = self.filled[key] = np.full(shape, value, dtype)
-            found.flags.writeable = False
         return found
 
     def _binary(self, compute: Any, backwards: bool = False) -> Callable[[Function], Function]:
-        tensor, number = self.core.tensor, self.number
+        tensor, number = self.known.core.tensor, self.known.number
         plans: dict[Any, Any] = {}
 
         def shortcut(slow: Function) -> Function:
@@ -121,9 +73,9 @@ class Shortcuts:
                 return made
             a, b = left.handle, right.handle
             ordered = left.dtype.name != right.dtype.name or left.type.is_block() != right.type.is_block()
-            if self._agree(made, calculate, a.data, b.data):
+            if self.known.agree(made, calculate, a.data, b.data):
                 key = left.type.name, right.type.name, a.dtype.name, b.dtype.name
-                plans[key] = a.data.dtype, b.data.dtype, ordered and not made.dtype.is_ptr(), calculate, self.like(made)
+                plans[key] = a.data.dtype, b.data.dtype, ordered and not made.dtype.is_ptr(), calculate, self.known.like(made)
             return made
 
         return shortcut
@@ -140,18 +92,8 @@ class Shortcuts:
             return compute  # type: ignore[no-any-return]
         return None
 
-    def _agree(self, made: Any, calculate: Function, *data: Any) -> bool:
-        try:
-            with np.errstate(all="ignore"):
-                mine = calculate(*data)
-        except (TypeError, ValueError):
-            return False  # the interpreter had changed the operands first
-        found = made.handle.data
-        same = type(mine) is type(found) is np.ndarray and mine.dtype is found.dtype and mine.shape == found.shape
-        return same and mine.tobytes() == found.tobytes() and (made.dtype.is_ptr() or _order(mine) == _order(found))
-
     def _unary(self, compute: Any) -> Callable[[Function], Function]:
-        tensor = self.core.tensor
+        tensor = self.known.core.tensor
         plans: dict[Any, Any] = {}
 
         def shortcut(slow: Function) -> Function:
@@ -162,8 +104,8 @@ class Shortcuts:
                 make = plans.get((x.type.name, handle.dtype.name))
                 if make is None:
                     made = slow(x)
-                    if self._agree(made, compute, handle.data):
-                        plans[x.type.name, handle.dtype.name] = self.like(made)
+                    if self.known.agree(made, compute, handle.data):
+                        plans[x.type.name, handle.dtype.name] = self.known.like(made)
                     return made
                 return make(compute(handle.data))
 
@@ -172,7 +114,7 @@ class Shortcuts:
         return shortcut
 
     def _negative(self, slow: Function) -> Function:
-        core, number = self.core, self.number
+        core, number = self.known.core, self.known.number
         subtract = self._binary(np.subtract, backwards=True)(lambda of, zero: slow(of))
 
         def negative(of: Any, _semantic: Any = None) -> Any:
@@ -196,7 +138,7 @@ class Shortcuts:
             if plan is None:
                 made = slow(of, slices)
                 if len(slices) == len(of.shape) + sum(part is None for part in slices):
-                    plans[key] = made.handle.data.shape, self.like(made)
+                    plans[key] = made.handle.data.shape, self.known.like(made)
                 return made
             if not data.flags.c_contiguous:
                 return slow(of, slices)
@@ -206,7 +148,7 @@ class Shortcuts:
         return select
 
     def _cast(self, slow: Function) -> Function:
-        core = self.core
+        core = self.known.core
         plans: dict[Any, Any] = {}
         known = {"int1", "int32", "int64", "fp32"}
 
@@ -223,15 +165,15 @@ class Shortcuts:
             plan = plans.get(key)
             if plan is None:
                 made = slow(of, dtype)
-                if self._agree(made, lambda data: data.astype(made.handle.data.dtype), handle.data):
-                    plans[key] = made.handle.data.dtype, self.like(made)
+                if self.known.agree(made, lambda data: data.astype(made.handle.data.dtype), handle.data):
+                    plans[key] = made.handle.data.dtype, self.known.like(made)
                 return made
             return plan[1](handle.data.astype(plan[0]))
 
         return cast
 
     def _where(self, slow: Function) -> Function:
-        tensor, number = self.core.tensor, self.number
+        tensor, number = self.known.core.tensor, self.known.number
         plans: dict[Any, Any] = {}
 
         def where(condition: Any, x: Any, y: Any, _semantic: Any = None) -> Any:
@@ -253,10 +195,10 @@ class Shortcuts:
                     condition.dtype.name == "int1"
                     and one.dtype.name in EXACT
                     and dtypes[0] is TRUTH
-                    and self._agree(made, np.where, *datas)
+                    and self.known.agree(made, np.where, *datas)
                 ):
                     blocks = sum(part.type.is_block() for part in (condition, one, other))
-                    plans[key] = dtypes, 0 < blocks < 3, self.like(made)
+                    plans[key] = dtypes, 0 < blocks < 3, self.known.like(made)
                 return made
             expected, ordered, make = plan
             if expected != dtypes or (ordered and not all(data.flags.c_contiguous for data in datas)):
@@ -264,67 +206,6 @@ class Shortcuts:
             return make(np.where(*datas))
 
         return where
-
-    def _load(self, slow: Function) -> Function:
-        interpreter, tensor, full = self.interpreter, self.core.tensor, self.full
-        read, semantic = interpreter._interpreter.load, interpreter.interpreter_semantic
-        plans: dict[Any, Any] = {}
-
-        def load(pointer: Any, mask: Any = None, other: Any = None, *more: Any, _semantic: Any = None, **named: Any) -> Any:
-            kind = type(other)
-            if more or named or type(pointer) is not tensor or not (mask is None or type(mask) is tensor) or not pointer.dtype.is_ptr():
-                return slow(pointer, mask, other, *more, **named)
-            if not (other is None or kind is int or kind is float) or (mask is None and other is not None) or other != other:
-                return slow(pointer, mask, other)
-            key = pointer.type.name, None if mask is None else mask.type.name, kind, other
-            plan = plans.get(key)
-            if plan is None:
-                made = slow(pointer, mask, other)
-                fits = mask is None or mask.shape is pointer.shape or not mask.type.is_block()
-                if fits and made.shape is pointer.shape and pointer.dtype.element_ty.name == made.dtype.name != "int1":
-                    default = 0 if other is None else semantic.cast(semantic.to_tensor(other), made.dtype).handle.data.item()
-                    plans[key] = made.handle.data.dtype, default, self.like(made)
-                return made
-            dtype, default, make = plan
-            addresses = pointer.handle.data
-            shape = addresses.shape
-            if mask is None:
-                chosen = full(shape, TRUTH, True)
-            else:
-                chosen = mask.handle.data
-                if chosen.dtype is not TRUTH:
-                    return slow(pointer, mask, other)
-                if chosen.shape != shape:
-                    chosen = np.broadcast_to(chosen, shape)
-            return make(read(addresses, chosen, full(shape, dtype, default), dtype))
-
-        return load
-
-    def _store(self, slow: Function) -> Function:
-        interpreter, tensor, full = self.interpreter, self.core.tensor, self.full
-        write, numpy_dtype = interpreter._interpreter.store, interpreter._get_np_dtype
-
-        def store(pointer: Any, value: Any, mask: Any = None, *more: Any, _semantic: Any = None, **named: Any) -> Any:
-            plain = not more and not named and type(pointer) is type(value) is tensor and (mask is None or type(mask) is tensor)
-            if not plain or not pointer.dtype.is_ptr() or pointer.dtype.const or pointer.dtype.element_ty.name != value.dtype.name:
-                return slow(pointer, value, mask, *more, **named)
-            fits = value.shape is pointer.shape and (mask is None or (mask.shape is pointer.shape and mask.dtype.name == "int1"))
-            if not fits or value.dtype.name == "int1":
-                return slow(pointer, value, mask)
-            addresses, data = pointer.handle.data, value.handle.data
-            chosen = full(addresses.shape, TRUTH, True) if mask is None else mask.handle.data
-            if data.dtype is not numpy_dtype(value.dtype) or chosen.dtype is not TRUTH:
-                return slow(pointer, value, mask)
-            return tensor(write(addresses, data, chosen), self.core.void)
-
-        return store
-
-
-TRUTH = np.dtype(bool)
-
-
-def _order(array: Any) -> tuple[int, ...]:
-    return tuple([stride for stride, size in zip(array.strides, array.shape, strict=True) if size > 1])
 
 
 def _moved(width: int) -> Function:

@@ -16,6 +16,13 @@ from attnmatrix.cases.modes import RunnerMode
 TOP = Path(__file__).resolve().parent.parent
 _CASES = ("case", "handoff", "modes", "options", "placement", "schedule", "story")
 _REFERENCES = {AttentionKind.SOFTMAX: ("softmax", "visibility", "slopes"), AttentionKind.LIGHTNING: ("decayed_state", "slopes")}
+INTERPRETER = ("interpreter", "quick_interpreter", "quick_memory", "quick_operators", "quick_tensors")
+"""Files under ``harness/`` that count for the rows that are interpreted on a CPU."""
+ROUNDING = {
+    AttentionKind.SOFTMAX: ("rounding", "softmax_rounding", "flash_rounding", "online_softmax"),
+    AttentionKind.LIGHTNING: ("rounding", "decay_rounding", "chunk_products"),
+}
+"""Those that count for the rows that name a rounding step."""
 _APART = (
     *(
         "adapted_modes",
@@ -30,15 +37,8 @@ _APART = (
     ),  # say what is run, not how it is judged
     *("diagnose", "forced", "locate", "matching"),  # explain a verdict that stands
     *("draft_masks", "sglang_engine", "wheel_modules"),  # count for the rows that name them among their sources
-    *("interpreter", "quick_interpreter", "quick_operators"),  # count for the rows that are interpreted on a CPU: see run.cell_fingerprint
-    *(
-        "rounding",
-        "softmax_rounding",
-        "flash_rounding",
-        "online_softmax",
-        "chunk_products",
-        "decay_rounding",
-    ),  # count for the rows that name a rounding step: see run.cell_fingerprint
+    *INTERPRETER,
+    *(name for names in ROUNDING.values() for name in names),
 )
 _RUNNERS = {
     RunnerMode.EAGER: ("eager",),

@@ -11,7 +11,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.cell import run_cell
 from attnmatrix.harness.registry import Row, UsageError, find_row
 from attnmatrix.matrix.environment import environment, row_versions
-from attnmatrix.matrix.fingerprint import TOP, fingerprint
+from attnmatrix.matrix.fingerprint import INTERPRETER, ROUNDING, TOP, fingerprint
 from attnmatrix.matrix.record import Record, make_crash_record, make_record
 from attnmatrix.matrix.selection import CellId
 from attnmatrix.matrix.turns import turn_of
@@ -43,14 +43,9 @@ def crash_record(cell: CellId, device: str, reason: str) -> Record:
 def cell_fingerprint(row: Row, mode: RunnerMode, device: str) -> str:
     """Hash of the code that a verdict about this row in this mode on a ``device`` type depends on; models of rounding steps count where the row
     names one, Triton's interpreter where it runs."""
-    of_kind = (
-        ("softmax_rounding", "flash_rounding", "online_softmax")
-        if row.kind is AttentionKind.SOFTMAX
-        else ("decay_rounding", "chunk_products")
-    )
     names = (
-        *(("rounding", *of_kind) if row.conventions.rounding else ()),
-        *(("interpreter", "quick_interpreter", "quick_operators") if row.interpreted and device == "cpu" else ()),
+        *(ROUNDING[row.kind] if row.conventions.rounding else ()),
+        *(INTERPRETER if row.interpreted and device == "cpu" else ()),
     )
     return fingerprint(row.kind, mode, (row.source, *row.more_sources, *(str(TOP / "harness" / f"{name}.py") for name in names)))
 
