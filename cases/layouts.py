@@ -99,14 +99,19 @@ def long_series(kind: AttentionKind) -> tuple[Case, ...]:
 
 
 def conversations(kind: AttentionKind) -> tuple[Case, ...]:
-    """Prompts that later steps go on with: ends before, at and behind a page edge, pages of 1, 16 and 256, a prefix hit, a window."""
+    """Prompts that later steps go on with: ends before, at and behind a page edge, pages of 1 to 256, a prefix hit, a window, another dtype
+    and head dim."""
+    softmax = kind is AttentionKind.SOFTMAX
+    other = {"dtype": "fp16", "heads": Heads(8, 2, 64) if softmax else Heads(2, 2, 256)}
     cases = [
         extend(16, (0, 0, 0), (15, 16, 30), kind, name="handoff_prompts"),
         extend(1, (0, 0), (5, 9), kind, scratch=Scratch.FIRST, name="handoff_page1"),
         extend(256, (0, 0), (255, 40), kind, name="handoff_page256"),
         extend(16, (0, 20), (18, 7), kind, name="handoff_prefix"),
+        extend(64, (0, 0), (63, 70), kind, name="handoff_page64_fp16", **other),
+        extend(256, (0, 0), (257, 9), kind, name="handoff_page256_fp16", **other),
     ]
-    if kind is AttentionKind.SOFTMAX:
+    if softmax:
         cases.append(extend(16, (0, 0), (9, 33), kind, window=16, name="handoff_window"))
     return tuple(cases)
 
@@ -169,7 +174,7 @@ def page256_variants() -> tuple[Case, ...]:
 
 
 def window_edges(window: int, page: int = 16) -> tuple[Case, ...]:
-    """Total lengths w-1, w, w+1 and w+2 for a window of w keys, in extend and decode; one with an unlimited layer 1."""
+    """Total lengths w-1, w, w+1 and w+2 for a window of w keys, in extend and decode; one with an unlimited layer 1, one in large pages."""
     totals = (window - 1, window, window + 1, window + 2)
     softmax = AttentionKind.SOFTMAX
     prefixes = tuple(total - 1 for total in totals)
@@ -177,6 +182,7 @@ def window_edges(window: int, page: int = 16) -> tuple[Case, ...]:
         decode(page, (*prefixes, 3 * window), softmax, window=window, name=f"window{window}_decode"),
         extend(page, (*prefixes, 3 * window), (1, 1, 1, 1, 6), softmax, window=window, name=f"window{window}_extend"),
         extend(page, (0, 2 * window), (window + 3, 5), softmax, window=window, window_layers="first", name=f"window{window}_layer0"),
+        extend(128, (window - 3, 130), (5, 2), softmax, window=window, name=f"window{window}_page128"),
     )
 
 
@@ -238,6 +244,8 @@ def state_variants() -> tuple[Case, ...]:
         extend(16, (0,), (180,), lightning, heads=Heads(8, 8, 64), name="steep_decay_extend"),
         extend(16, (0, 20, 33), (18, 7, 1), lightning, strided=True, name="strided_extend"),
         decode(16, (5, 17, 64), lightning, strided=True, name="strided_decode"),
+        decode(256, (255, 3), lightning, dtype="fp16", heads=Heads(2, 2, 256), name="page256_decode"),
+        decode(1, (9, 4), lightning, name="page1_decode"),
     )
 
 
