@@ -116,18 +116,21 @@ def runner_values(case: Case) -> dict[str, object]:
         "placement": case.placement if paged else "",
         "window": case.window is not None,
         "cache": (case.forward, case.kv_dtype),
+        "long": paged and max(case.kv_lens, default=0) > 128,  # splits, which a graph may freeze
+        "large pages": paged and case.page_size >= 64,
+        "alibi": case.alibi,
     }
 
 
 @cache
 def runner_subset(cases: Sequence[Case], fewest: bool = False) -> tuple[Case, ...]:
-    """Cases that still meet every single one of the :func:`runner_values` that ``cases`` meet. With ``fewest`` neither the kind of draft nor
-    whether an extend batch is called mixed counts: a runner does the same with them."""
+    """Cases that still meet every single one of the :func:`runner_values` that ``cases`` meet. With ``fewest`` neither the kind of draft,
+    the size of pages, ALiBi nor whether an extend batch is called mixed counts: a runner does the same with them."""
 
     def wants(case: Case) -> frozenset[Pair]:
         values = runner_values(case)
         if fewest:
-            del values["draft"]
+            del values["draft"], values["large pages"], values["alibi"]
             values["forward"] = ForwardMode.EXTEND if case.forward is ForwardMode.MIXED else case.forward
         return _singles(values)
 

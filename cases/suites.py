@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from attnmatrix.cases import combinations, layouts, quantised, speculative, state_stories
+from attnmatrix.cases import combinations, layouts, quantised, speculative, state_stories, thresholds
 from attnmatrix.cases.case import AttentionKind, Case, Scratch
 from attnmatrix.cases.modes import RunnerMode
 
@@ -53,6 +53,7 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from speculative.verify_options()
             yield from quantised.fp8_verifies()
             yield from combinations.verify_extremes()
+            yield from thresholds.verify_options()
         else:
             yield from state_stories.verify_branches()
             yield from state_stories.verify_stories()
@@ -85,6 +86,9 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from layouts.large_shapes()
             yield from layouts.long_series(kind)
             yield from combinations.extremes()
+            yield from thresholds.lengths_and_windows()
+            yield from thresholds.counts()
+            yield from thresholds.loudest()
             yield from combinations.shared_prefixes()
         if mode in (RunnerMode.EAGER, RunnerMode.CG_DECODE):
             yield from combinations.captured_options()

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from attnmatrix.cases.case import AttentionKind
+from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.options import DTYPES
-from attnmatrix.harness.capabilities import Capabilities, Claim, Conventions, KnownFault
+from attnmatrix.harness.capabilities import Blocked, Capabilities, Claim, Conventions, KnownFault, NotApplicable
 
 if TYPE_CHECKING:
     from attnmatrix.harness.registry import Row
 
+_CLAIMS = ", ".join(kind.__name__ for kind in get_args(Claim))
 DEVICES = ("cpu", "cuda")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -30,6 +31,34 @@ def name_problem(name: object) -> str | None:
 def row_problem(row: Row) -> str | None:
     """The first rule that a row's declaration breaks, in words; None for a good one."""
     return next(_problems(row), None)
+
+
+def claim_problem(row: Row, mode: RunnerMode, case: Case, device: str) -> str | None:
+    """What is wrong with what a row answers about one cell, in words; None for a claim that can be checked.
+
+    Whatever its functions raise or return is the row's mistake: a value that only looks true would exclude a case that nobody tried.
+    """
+    try:
+        claim = row.capabilities.claim(mode, case, device)
+        for fault in _known_faults(row):
+            applies = fault.applies(case, mode)
+            if not isinstance(applies, bool):
+                return f"applies of the known fault {fault.finding!r} answers True or False, got {applies!r} for case {case.id}"
+        checked = claim.check() if isinstance(claim, NotApplicable) else True
+        if isinstance(claim, Blocked):
+            re.compile(claim.match)
+    except Exception as error:  # noqa: BLE001 - told in one line, with the case that it was asked about
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"why_not, a limit, a known fault or a check raised, asked about case {case.id}: {said}"
+    if not isinstance(claim, get_args(Claim)):
+        return f"why_not and the limits return {_CLAIMS} or None, got {claim!r} for case {case.id}"
+    if not isinstance(checked, bool):
+        return f"check of NotApplicable({claim.reason!r}) answers True or False, got {checked!r}"  # type: ignore[union-attr]
+    return None
+
+
+def _known_faults(row: Row) -> tuple[KnownFault, ...]:
+    return row.capabilities.known_faults if isinstance(row.capabilities, Capabilities) else ()
 
 
 def _problems(row: Row) -> Iterator[str]:
@@ -74,9 +103,12 @@ def _claim_problems(claims: object) -> Iterator[str]:
         if not isinstance(mode, RunnerMode):
             yield f"capabilities.modes has keys of RunnerMode ({', '.join(mode.value for mode in RunnerMode)}), got {mode!r}"
         if not isinstance(claim, get_args(Claim)):
-            yield f"capabilities.modes has values of {', '.join(kind.__name__ for kind in get_args(Claim))}, got {claim!r}"
+            yield f"capabilities.modes has values of {_CLAIMS}, got {claim!r}"
     for name in ("why_not", "interpreter_limits", "compiler_limits"):
         if not callable(getattr(claims, name)):
             yield f"capabilities.{name} is called with a case, got {getattr(claims, name)!r}"
     if not isinstance(claims.known_faults, tuple) or not all(isinstance(fault, KnownFault) for fault in claims.known_faults):
         yield f"capabilities.known_faults is a tuple of KnownFault(...), got {claims.known_faults!r}"
+    for promise in ("deterministic", "batch_invariant"):
+        if not isinstance(getattr(claims, promise), bool):
+            yield f"capabilities.{promise} is True or False, got {getattr(claims, promise)!r}"

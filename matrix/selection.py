@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 from attnmatrix.cases.case import AttentionKind, Case
 from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.cases.suites import drives, gpu_suite, modes_of
+from attnmatrix.harness import backends
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.choose import Place, chosen_rows
 from attnmatrix.harness.registry import Row, UsageError, find_rows, load_plugin, rows
+from attnmatrix.harness.row_check import claim_problem
 from attnmatrix.harness.row_suite import row_suite
 
+BACKENDS = Path(backends.__file__).parent
 MOST_NAMES = 8  # in a message
 
 
@@ -44,7 +48,7 @@ class Selection:
 
     def cells(self) -> tuple[CellId, ...]:
         """All cells selected that this machine can run. Raises UsageError for a name that does not exist, a mode that is named and has no
-        adapter, and a case that is named and that none of the rows and modes takes."""
+        adapter, a case that is named and that none of the rows and modes takes, and a row whose claims about a cell cannot be checked."""
         chosen, modes, cases = self.rows(), parse_modes(self.modes), self._cases()
         if self.modes:
             require_adapters(modes)
@@ -53,6 +57,7 @@ class Selection:
         for row in chosen:
             if self.device not in row.devices or row.missing:
                 continue
+            self._require_claims(row, modes, cases)
             for mode in modes:
                 if mode in ADAPTED_MODES:
                     found += [CellId(row, mode, case) for case in self._cases_of(row, mode, cases)]
@@ -88,6 +93,18 @@ class Selection:
                 raise UsageError(f"case {text!r} is driven by no mode that has an adapter yet")
             if not set(able) & set(modes):
                 raise UsageError(f"case {text!r} is driven by {', '.join(mode.value for mode in able)}, not by the chosen modes")
+
+    def _require_claims(self, row: Row, modes: Sequence[RunnerMode], cases: Sequence[Case]) -> None:
+        """A row from elsewhere is asked about every case that it may be given; a test asks the rows of this repository."""
+        if Path(row.source).is_relative_to(BACKENDS):
+            return
+        for mode in modes:
+            if mode not in ADAPTED_MODES:
+                continue
+            for case in cases or gpu_suite(row.kind, mode):
+                problem = claim_problem(row, mode, case, self.device) if case.kind is row.kind and drives(mode, case) else None
+                if problem:
+                    raise UsageError(f"backend {row.name!r}: {problem}")
 
     def _cases(self) -> tuple[Case, ...]:
         return tuple(case for text in self.cases for case in find_cases(text))

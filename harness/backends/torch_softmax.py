@@ -138,7 +138,7 @@ class TorchSoftmax(AttentionBackend):
         if context.sinks is not None:
             score = torch.cat([score, context.sinks[None, :, None, None].expand(*score.shape[:-1], 1)], dim=-1)
         weight = torch.softmax(score, dim=-1)[..., : keys.shape[2]]
-        return weight.to(q.dtype) @ values
+        return (weight.to(q.dtype).float() @ values.float()).to(q.dtype)  # a product in bf16 takes weights below 2**-126 for 0
 
     def inspect_metadata(self, batch: Batch) -> PreparedMetadata:
         meta = batch.attn_metadata

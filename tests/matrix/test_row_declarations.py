@@ -6,16 +6,20 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.cases.suites import gpu_suite
 from attnmatrix.harness import registry
+from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.backends.torch_softmax import TorchSoftmax
-from attnmatrix.harness.capabilities import Capabilities, NotApplicable
+from attnmatrix.harness.capabilities import Blocked, Capabilities, Deferred, KnownFault, NotApplicable
 from attnmatrix.harness.registry import Row, UsageError, rows
-from attnmatrix.harness.row_check import row_problem
+from attnmatrix.harness.row_check import claim_problem, row_problem
+from attnmatrix.matrix.selection import Selection
 
 GOOD = Row("good-row", AttentionKind.SOFTMAX, TorchSoftmax, source=__file__)
 BAD_NAMES = ("", "A", "a b", "a,b", "*", "-n", "a/b", "a\n", "é", "fa", "auto", None)
@@ -39,7 +43,45 @@ BAD: dict[str, dict[str, object]] = {
     "capabilities.modes has values": {"capabilities": Capabilities(modes={RunnerMode.EAGER: "no"})},  # type: ignore[dict-item]
     "capabilities.why_not": {"capabilities": Capabilities(why_not=None)},  # type: ignore[arg-type]
     "capabilities.known_faults": {"capabilities": Capabilities(known_faults=["B04"])},  # type: ignore[arg-type]
+    "capabilities.deterministic": {"capabilities": Capabilities(deterministic="yes")},  # type: ignore[arg-type]
 }
+
+
+def fails(*given: object) -> bool:
+    raise ZeroDivisionError("boom")
+
+
+UNCHECKABLE: dict[str, dict[str, Any]] = {
+    "got 'no window'": {"why_not": lambda case: "no window"},
+    "got True": {"why_not": lambda case: True},
+    "got <class": {"why_not": lambda case: Blocked},
+    "got 5": {"interpreter_limits": lambda case: 5},
+    "ZeroDivisionError: boom": {"why_not": fails},
+    "takes 0 positional arguments": {"why_not": lambda: None},
+    "boom": {"known_faults": (KnownFault(fails, "f", "X1", "r"),)},
+    "known fault 'f' answers True or False": {"known_faults": (KnownFault(lambda case, mode: "no", "f", "X1", "r"),)},  # type: ignore[arg-type,return-value]
+    r"check of NotApplicable\('r'\) answers True or False": {"why_not": lambda case: NotApplicable("r", lambda: "no")},  # type: ignore[arg-type,return-value]
+    "raised, asked about case .*: ZeroDivisionError": {"why_not": lambda case: NotApplicable("r", fails)},
+    "'NoneType' object is not callable": {"why_not": lambda case: NotApplicable("r", None)},  # type: ignore[arg-type]
+    "a deferral needs an issue": {"why_not": lambda case: Deferred("r", "")},
+    "unterminated character set": {"why_not": lambda case: Blocked("r", "ValueError", "([")},
+}
+
+
+@pytest.mark.parametrize("said", UNCHECKABLE)
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_a_claim_that_cannot_be_checked_is_refused_before_anything_runs(said: str, interpreted: bool) -> None:
+    registry.register(replace(GOOD, capabilities=Capabilities(**UNCHECKABLE[said]), interpreted=interpreted))
+    with pytest.raises(UsageError, match=f"backend 'good-row': .*{said}"):
+        Selection(backends=("good-row",), modes=("eager",)).cells()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_claims_of_this_repository_can_be_checked(device: str) -> None:
+    for row in rows():
+        if not row.missing:
+            for mode in ADAPTED_MODES:
+                assert [problem for case in gpu_suite(row.kind, mode) if (problem := claim_problem(row, mode, case, device))] == []
 
 
 @pytest.fixture(autouse=True)
