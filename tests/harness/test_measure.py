@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnmatrix.cases.case import AttentionKind
+from attnmatrix.cases.ids import parse_case
+from attnmatrix.cases.modes import RunnerMode
+from attnmatrix.harness.cell import run_cell
 from attnmatrix.harness.measure import FACTOR, FLOAT32_UNIT, Measurement, limits, measure, relative_rms
+from attnmatrix.harness.registry import find_row
 
 
 def compare(actual: Tensor, reference: Tensor, baseline: Tensor | None = None, conditioning: Tensor | None = None) -> Measurement:
@@ -137,3 +142,10 @@ def test_low_precision_values_are_compared_in_float64() -> None:
     for size in (1e4, 1e-5):
         right = torch.full((1, 1, 64), size, dtype=torch.float64)
         assert relative_rms(right.half() * 2, right).item() == pytest.approx(1.0, abs=2e-2)
+
+
+def test_an_output_near_the_smallest_normal_number_is_no_alarm() -> None:
+    """A sink takes all but 2**-127 of the weight: the row's products must not flush what is left to zero."""
+    case = parse_case("mixed-p2-prefix3.0.36.179-new1.1.7.22-h8x4x80-bf16-scattered-scratchfirst-sinks-gain16-s4")
+    result = run_cell(find_row("torch", AttentionKind.SOFTMAX), RunnerMode.BCG_EXTEND, case, torch.device("cpu"), controls=())
+    assert result.status == "pass", (result.reason, *result.details)
