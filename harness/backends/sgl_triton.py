@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
+from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness import draft_masks, wheel_modules
 from attnmatrix.harness.backend import AttentionBackend, PreparedMetadata
 from attnmatrix.harness.capabilities import Capabilities, Conventions, Deferred, KnownFault, RoundingStep
@@ -234,6 +235,10 @@ def _why_not(case: Case) -> Deferred | None:
     return None
 
 
+def _one_key_window(case: Case, mode: RunnerMode) -> bool:
+    return case.window == 1 and case.forward is not ForwardMode.DECODE and max(case.new_lens, default=0) > 1
+
+
 def _by_elements(case: Case) -> bool:
     """Decode with a key/value head for every query head takes a kernel without matrix products."""
     return case.forward is ForwardMode.DECODE and case.heads.group == 1
@@ -262,6 +267,12 @@ register(
             why_not=_why_not,
             interpreter_limits=_interpreter_limits,  # type: ignore[arg-type]  # wrong there without a refusal
             known_faults=(
+                KnownFault(
+                    _one_key_window,
+                    finding="sgl_triton_window_of_one_key_is_none",
+                    diagnosis="undefined",
+                    reason="sliding_window_size=0, the query's own key alone, is taken for no window by the kernel that extends and verifies",
+                ),
                 KnownFault(
                     window_hides_by_index,
                     finding="sgl_triton_window_counts_draft_index",

@@ -48,6 +48,7 @@ SHOWN = {
         "the state after the draft token, in caches",
     ),
     "sgl_triton_window_counts_draft_index": ("by index", "by depth"),
+    "sgl_triton_window_of_one_key_is_none": ("every earlier key", "the own key"),
 }
 WIDE = ("conch_decode_page_offset_in_32_bits",)
 """Those whose pools a GPU alone holds, at a size at which they differ."""
