@@ -10,14 +10,13 @@ SOFTMAX, SMALL = AttentionKind.SOFTMAX, Heads(2, 1, 64)
 
 def lengths_and_windows() -> tuple[Case, ...]:
     """Contexts between the powers of two at which splits change, a chunk of several query tiles, windows that span tiles, behind a prefix
-    too; a window of the query's own key alone."""
+    too."""
     oss = {"heads": Heads(16, 2, 64), "sinks": True, "window": 128, "window_layers": "first"}
     return (
         decode(16, (2500, 40), SOFTMAX, heads=SMALL, name="context2500_decode"),
         extend(16, (0,), (700,), SOFTMAX, heads=SMALL, name="chunk700_extend"),
         extend(16, (300, 0), (40, 3), SOFTMAX, heads=SMALL, window=256, name="window256_extend"),
         decode(16, (1500, 1023), SOFTMAX, heads=SMALL, window=1024, name="window1024_decode"),
-        extend(16, (5, 20), (3, 1), SOFTMAX, heads=SMALL, window=1, name="window1_extend"),
         extend(16, (150, 0), (140, 3), SOFTMAX, name="gpt_oss_prefix_extend", **oss),
     )
 

@@ -37,7 +37,7 @@ CASES = {
         EAGER,
         ("snapshot_alone", "strided_unit_extend", "snapshot_mixed", "zero_prefix_input_page_edges"),
     ),
-    "seg_la_d_kernel": (EAGER, ("strided_decode", "widest_heads_decode")),
+    "seg_la_d_kernel": (EAGER, ("strided_decode", "page256_decode")),
     "seg_la_mtp_kernel": (VERIFY, ("shard_verify", "strided_loud_verify")),
     "seg_la_sum_kernel": (EAGER, ("long_prefill",)),
     "seg_la_fwd": (EAGER, ("page_size_1", "snapshot_alone", "whole_blocks_on_average")),
