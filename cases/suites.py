@@ -87,6 +87,7 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from layouts.long_series(kind)
             yield from combinations.extremes()
             yield from thresholds.lengths_and_windows()
+            yield from thresholds.long_contexts()
             yield from thresholds.counts()
             yield from thresholds.loudest()
             yield from combinations.shared_prefixes()

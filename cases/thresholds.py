@@ -21,6 +21,18 @@ def lengths_and_windows() -> tuple[Case, ...]:
     )
 
 
+def long_contexts() -> tuple[Case, ...]:
+    """Long contexts in fp16, whose limit is near enough to see one key of thousands left out anywhere."""
+    half: dict[str, object] = {"kind": SOFTMAX, "heads": SMALL, "dtype": "fp16"}
+    return (
+        decode(16, (2500, 40), name="context2500_fp16_decode", **half),  # type: ignore[arg-type]
+        decode(16, (4007, 40), name="context4007_fp16_decode", **half),  # type: ignore[arg-type]
+        extend(64, (4000, 130), (5, 9), name="context4000_fp16_extend", **half),  # type: ignore[arg-type]
+        decode(64, (32000,), SOFTMAX, heads=Heads(8, 8, 64), dtype="fp16", name="context32000_fp16_decode"),
+        extend(64, (32000,), (5,), name="context32000_fp16_extend", **half),  # type: ignore[arg-type]
+    )
+
+
 def counts() -> tuple[Case, ...]:
     """Batches of 16, 32 and 65 requests, whose last ones end a block or begin one; head groups and counts beyond 8; head dim 192; pages of 8
     and 512."""

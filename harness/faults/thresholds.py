@@ -44,6 +44,15 @@ class FarKeysDropped(SoftmaxSubject):
         return right & (index[None, :] >= edge)[:, None, :]
 
 
+class OneKeyOfMany(SoftmaxSubject):
+    """Key 777 of more than 900 left out, as by a split that ends one key early."""
+
+    def visible(self, plan: Plan, rows: Tensor, layer: int, batch: Batch) -> Tensor:
+        right = super().visible(plan, rows, layer, batch)
+        index = torch.arange(right.shape[-1], device=rows.device)
+        return right & ((index[None, :] != 777) | (plan.cache_seqlens[:, None] <= 900))[:, None, :]
+
+
 class NoSinksInVerify(SoftmaxSubject):
     def sink(self) -> Tensor | None:
         return None if self.context.forward_mode is ForwardMode.TARGET_VERIFY else super().sink()
@@ -132,6 +141,8 @@ plant("X56", f"the causal edge counted anew every {TILE} query rows", LateTilesR
       kind="causal-align", title="Causal edge of later query tiles")  # fmt: skip
 plant("X57", f"all but the last {FAR} keys dropped", FarKeysDropped, lambda case: _longest(case) > FAR, kind="kv-length",
       title="Context cut at a fixed length")  # fmt: skip
+plant("X110", "one key left out of contexts of more than 900", OneKeyOfMany, lambda case: _longest(case) > 900, kind="kv-length",
+      title="Split ends one key early")  # fmt: skip
 plant("X58", "the sinks left out in verify", NoSinksInVerify, lambda case: case.sinks, VERIFY, kind="score-mod",
       title="Sinks dropped in verify")  # fmt: skip
 plant("X60", "the soft cap left out in verify", NoCapInVerify, lambda case: case.soft_cap is not None, VERIFY, kind="score-mod",
