@@ -17,6 +17,11 @@ def default_heads(kind: AttentionKind) -> Heads:
     return SOFTMAX_HEADS if kind is AttentionKind.SOFTMAX else LIGHTNING_HEADS
 
 
+def other_shape(kind: AttentionKind) -> dict[str, object]:
+    """A dtype and a head dim beside the default ones."""
+    return {"dtype": "fp16", "heads": Heads(8, 2, 64) if kind is AttentionKind.SOFTMAX else Heads(2, 2, 256)}
+
+
 def extend(page: int, prefix: Iterable[int], new: Iterable[int], kind: AttentionKind, **options: object) -> Case:
     """An extend batch with the kind's default heads, shuffled pages and bf16 unless said otherwise."""
     values: dict[str, object] = {"heads": default_heads(kind), "kind": kind, "forward": ForwardMode.EXTEND, **options}
@@ -101,17 +106,15 @@ def long_series(kind: AttentionKind) -> tuple[Case, ...]:
 def conversations(kind: AttentionKind) -> tuple[Case, ...]:
     """Prompts that later steps go on with: ends before, at and behind a page edge, pages of 1 to 256, a prefix hit, a window, another dtype
     and head dim."""
-    softmax = kind is AttentionKind.SOFTMAX
-    other = {"dtype": "fp16", "heads": Heads(8, 2, 64) if softmax else Heads(2, 2, 256)}
     cases = [
         extend(16, (0, 0, 0), (15, 16, 30), kind, name="handoff_prompts"),
         extend(1, (0, 0), (5, 9), kind, scratch=Scratch.FIRST, name="handoff_page1"),
         extend(256, (0, 0), (255, 40), kind, name="handoff_page256"),
         extend(16, (0, 20), (18, 7), kind, name="handoff_prefix"),
-        extend(64, (0, 0), (63, 70), kind, name="handoff_page64_fp16", **other),
-        extend(256, (0, 0), (257, 9), kind, name="handoff_page256_fp16", **other),
+        extend(64, (0, 0), (63, 70), kind, name="handoff_page64_fp16", **other_shape(kind)),
+        extend(256, (0, 0), (257, 9), kind, name="handoff_page256_fp16", **other_shape(kind)),
     ]
-    if softmax:
+    if kind is AttentionKind.SOFTMAX:
         cases.append(extend(16, (0, 0), (9, 33), kind, window=16, name="handoff_window"))
     return tuple(cases)
 
@@ -163,7 +166,8 @@ def longest_contexts() -> tuple[Case, ...]:
 
 def page256_variants() -> tuple[Case, ...]:
     """What pages of 16 meet, in pages of 256, which some packages ask for: a window, soft cap, ALiBi, another dtype, head dim and group."""
-    softmax, shape = AttentionKind.SOFTMAX, {"dtype": "fp16", "heads": Heads(8, 2, 64)}
+    softmax = AttentionKind.SOFTMAX
+    shape = other_shape(softmax)
     return (
         extend(256, (255, 300), (3, 1), softmax, window=64, name="page256_window"),
         extend(256, (0, 257), (2, 3), softmax, soft_cap=5.0, gain=4.0, name="page256_soft_cap"),
@@ -244,7 +248,7 @@ def state_variants() -> tuple[Case, ...]:
         extend(16, (0,), (180,), lightning, heads=Heads(8, 8, 64), name="steep_decay_extend"),
         extend(16, (0, 20, 33), (18, 7, 1), lightning, strided=True, name="strided_extend"),
         decode(16, (5, 17, 64), lightning, strided=True, name="strided_decode"),
-        decode(256, (255, 3), lightning, dtype="fp16", heads=Heads(2, 2, 256), name="page256_decode"),
+        decode(256, (255, 3), lightning, name="page256_decode", **other_shape(lightning)),
         decode(1, (9, 4), lightning, name="page1_decode"),
     )
 

@@ -139,8 +139,8 @@ def runner_subset(cases: Sequence[Case], fewest: bool = False) -> tuple[Case, ..
 
 @cache
 def work(case: Case) -> int:
-    """What a case costs, roughly: new tokens times keys times the width of the heads, and what a pool is enlarged by. A recurrent state costs the same whatever lies behind
-    it; of a story every batch counts."""
+    """What a case costs, roughly: new tokens times keys times the width of the heads, and what a pool is enlarged by. A recurrent state costs
+    the same whatever lies behind it; of a story every batch counts."""
     if case.kind is not AttentionKind.SOFTMAX:
         tokens = sum(step.case.num_tokens + step.case.batch_size for step in story_steps(case))
         return tokens * STATE_WORK * case.heads.q * case.heads.dim

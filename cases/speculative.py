@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
-from attnmatrix.cases.layouts import extend
+from attnmatrix.cases.layouts import extend, other_shape
 from attnmatrix.cases.options import DRAFT_KINDS, Tree
 
 SIBLINGS: Tree = (-1, 0, 0, 1, 1, 2)
@@ -22,7 +22,6 @@ def verify(page: int, prefix: Iterable[int], drafts: int, kind: AttentionKind, *
 
 def verify_chains(kind: AttentionKind) -> tuple[Case, ...]:
     """Chains (topk 1) of 1 to 8 draft tokens over page edges, one per draft kind, ragged ones too."""
-    other = Heads(8, 2, 64) if kind is AttentionKind.SOFTMAX else Heads(2, 2, 256)
     shapes = (((14, 15, 16), 4), ((15,), 2), ((13, 30), 3), ((16, 29), 4))
     cases = [
         verify(16, prefix, drafts, kind, draft_kind=draft, name=f"chain_{draft}")
@@ -31,8 +30,8 @@ def verify_chains(kind: AttentionKind) -> tuple[Case, ...]:
     return (
         *cases,
         verify(1, (7, 9), 3, kind, name="chain_page1"),
-        verify(32, (30, 66), 3, kind, dtype="fp16", heads=other, name="chain_page32_fp16"),
-        verify(256, (255, 3), 3, kind, dtype="fp16", heads=other, name="chain_page256_fp16"),
+        verify(32, (30, 66), 3, kind, name="chain_page32_fp16", **other_shape(kind)),
+        verify(256, (255, 3), 3, kind, name="chain_page256_fp16", **other_shape(kind)),
         verify(16, (20,), 1, kind, name="chain_one_draft"),
         verify(16, (60, 3, 31), 8, kind, name="chain_eight_drafts"),
         extend(16, (18, 5, 40), (2, 5, 3), kind, forward=ForwardMode.TARGET_VERIFY, name="chain_ragged"),

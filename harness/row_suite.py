@@ -4,8 +4,9 @@ Triton kernels in the interpreter, and kernels that are meant to be compiled, ru
 only by default, a cell is *sampled*: of the cases within a bound on their work, in eager modes a pairwise-covering subset of what should pass
 and a sparser one of the rest, in graph modes a subset, of what should pass, that still meets every single value of the axes that a runner
 can get wrong, and one case of a known fault. Interpreted kernels run in float32 (exact: a right kernel errs by rounding units, a wrong
-index shows), in graph modes with one or two small heads. Graph modes of every row are sampled on a CPU, whose graphs are a stand-in. ``full`` runs everything. States in bfloat16 are left to a GPU: the interpreter cuts a float to bfloat16 where a
-GPU rounds it, which adds up from step to step and says nothing about the kernel.
+index shows), in graph modes with one or two small heads. Graph modes of every row are sampled on a CPU, whose graphs are a stand-in.
+``full`` runs everything. States in bfloat16 are left to a GPU: the interpreter cuts a float to bfloat16 where a GPU rounds it, which adds up
+from step to step and says nothing about the kernel.
 """
 
 from __future__ import annotations
