@@ -26,6 +26,7 @@ SHOWN = {
     "conch_decode_page_offset_in_32_bits": ("first", "last"),
     "fa2_one_token_beside_none_raises": ("alone", "beside a request without tokens"),
     "flashinfer_alibi_shifts_lse": ("slope times prefix larger", "right"),
+    "flashinfer_cuda_core_decode_of_head_dim_192": ("sums of 16 threads", "right"),
     "flashinfer_fa2_head_dim_80_is_read_to_64": ("columns 64 to 79 as they were", "right"),
     "flashinfer_fa3_leaves_alibi_out": ("no bias", "right"),
     "flashinfer_minus_infinity_is_50000": ("mean of what is masked", "right"),

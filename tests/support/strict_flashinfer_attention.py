@@ -6,6 +6,7 @@ It reads the lists where they lie, with operators that a graph can capture.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,3 +94,20 @@ def attention(
     if infinity is not None and sinks is None:
         out, lse = torch.where(lost, drawn, out), torch.where(lost[..., 0], -infinity, lse)
     return out.to(q.dtype), lse / math.log(2.0)
+
+
+def by_lanes(q: Tensor, cache: tuple[Tensor, Tensor], *lists: Any, part: int = 128, **how: Any) -> tuple[Tensor, Tensor]:
+    """:func:`attention` whose scores are sums over ``part`` dims, counted on over the query heads of a key head, each for its own dims of the
+    output. Not modelled: groups whose parts hold two keys' products, and whose denominator a part is divided by."""
+    heads, dim = q.shape[1:]
+    group = heads // cache[0].shape[1 if lists[0] == "HND" else 2]
+    flat = q.reshape(len(q), -1, group * dim)
+    out = torch.zeros_like(flat)
+    for start in range(0, group * dim, part):
+        mine = slice(start, start + part)
+        asked = torch.zeros_like(flat)
+        asked[..., mine] = flat[..., mine]
+        summed = asked.view(len(q), -1, group, dim).sum(dim=2, keepdim=True).expand(-1, -1, group, -1).reshape(q.shape)
+        found, lse = attention(summed, cache, *lists, **how)
+        out[..., mine] = found.reshape(flat.shape)[..., mine]
+    return out.view(q.shape), lse

@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from strict_flashinfer_attention import attention
+from strict_flashinfer_attention import attention, by_lanes
 from torch import Tensor
 
 MODULES: set[tuple[Any, ...]] = set()
 BLOCK = 64  # dims that fa2's kernels move at a time; the package's hold anything in the rest, here it is left out of scores
 INFINITY, TILE = 5e4, 96  # what the package's math.cuh calls infinity; keys per tile of fa3's paged kernels
+MERGED = (64, 128, 256, 512)  # head dims of which parts can be merged
+LANES = (8, 16, 32)  # threads per head over which CUDA-core decode adds scores rightly
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -82,13 +84,14 @@ class Wrapper:
         bufs = self._bufs
         lists = bufs["qo_indptr"], bufs["kv_indptr"], bufs["kv_indices"], bufs["last_page_len"]
         moved = q.shape[-1]
-        if self._backend != "fa3" and moved % BLOCK:
-            if self._graph or self._split:
+        if self._backend != "fa3":
+            if moved not in MERGED and (self._graph or self._split):
                 raise RuntimeError(f"Error in function 'VariableLengthMergeStates' at cascade.cuh:697: Unsupported head_dim: {moved}")
             moved -= moved % BLOCK
         if self._tensor_cores:
             how |= {"infinity": INFINITY, "tile": TILE if self._backend == "fa3" else 0}
-        found, found_lse = attention(q[..., :moved], tuple(pool[..., :moved] for pool in cache), self._layout, *lists, **how)
+        attend = attention if self._tensor_cores or moved // 8 in LANES else by_lanes
+        found, found_lse = attend(q[..., :moved], tuple(pool[..., :moved] for pool in cache), self._layout, *lists, **how)
         stale = (torch.cat([lists[0], lists[1], lists[3]]) != self._planned).any()
         out[..., :moved].copy_(torch.where(stale, float("nan"), found) * (1.0 if v_scale is None else v_scale))
         return (out, found_lse) if return_lse else out
