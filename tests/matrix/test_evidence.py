@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,14 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     records = [record(), record(mode="verify", status="fail", margin=None)]
     write(tmp_path / "e.jsonl", records)
     assert read_file(tmp_path / "e.jsonl") == merge(records)
+
+
+def test_the_requirements_of_a_gpu_runner_name_each_package_of_the_evidence() -> None:
+    top = Path(__file__).resolve().parents[2]
+    listed = set(re.findall(r"^(?:# )?([\w-]+==[\w.]+)$", (top / "ci/requirements-gpu.txt").read_text(), re.MULTILINE))
+    records = read_file(top / "matrix/evidence/h200.jsonl")
+    used = {f"{name}=={version.split('+')[0]}" for record in records for name, version in record.versions.items()}
+    assert {package for package in used if not package.startswith(("torch==", "triton=="))} <= listed
 
 
 def test_a_truncated_file_is_refused_by_line(tmp_path: Path) -> None:
