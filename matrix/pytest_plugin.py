@@ -14,6 +14,7 @@ import pytest
 from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.containment import DEFAULT_LIMIT, reason_of
 from attnmatrix.matrix.environment import resolve_device
+from attnmatrix.matrix.journal import Journal
 from attnmatrix.matrix.selection import CellId, Selection
 
 TOP = Path(__file__).resolve().parent.parent
@@ -119,6 +120,8 @@ class Records:
         self.encoded: list[str] = []
         self.crashed: list[str] = []
         self.last_words: tempfile.TemporaryDirectory[str] | None = None
+        path = config.getoption("--evidence")
+        self.journal = Journal(Path(path)) if path and not self.is_worker else None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -129,7 +132,11 @@ class Records:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and not self.is_worker:
-            self.encoded += [str(value) for name, value in report.user_properties if name == RECORD_KEY.name]
+            for name, value in report.user_properties:
+                if name == RECORD_KEY.name:
+                    self.encoded.append(str(value))
+                    if self.journal:
+                        self.journal.add(str(value))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str) -> None:
@@ -143,6 +150,8 @@ class Records:
             from attnmatrix.matrix.evidence_file import write
 
             write(Path(path), self.all_records())
+            if self.journal:
+                self.journal.remove()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None, object, object]:

@@ -10,7 +10,7 @@ from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.capabilities import Blocked, Capabilities, Conventions, RoundingStep
 from attnmatrix.harness.lazy import torch
-from attnmatrix.harness.registry import Row, installed_version, register
+from attnmatrix.harness.registry import Row, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -212,8 +212,6 @@ SINK = RoundingStep(
     "flex_attention has no argument for sinks: the row scales its output by sigmoid(lse - sink)",
     lambda case, device: case.sinks,
 )
-PACKAGES = ("torch", *(("triton",) if installed_version("triton") else ()))
-"""torch, and where it is there the compiler that it hands the kernel to, which refuses in its own name when torch compiles in the same process."""
 CONVENTIONS = Conventions(
     tail_may_hold_nan=False, unreferenced_may_hold_nan=False, padding_may_hold_nan=False, window_may_hold_nan=False, rounding=(SINK,)
 )  # a hidden key keeps weight 0, and 0 times NaN is NaN
@@ -236,7 +234,6 @@ register(
         create=Flex,
         capabilities=Capabilities(compiler_limits=_compiler_limits),
         conventions=CONVENTIONS,
-        distributions=PACKAGES,
         summary="FlexAttention, compiled on a GPU; page table in the mask",
         slow_on_cpu=True,
         few_on_cpu=True,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from attnmatrix.matrix.containment import DIED, DeviceLost, contained, device_error, reason_of
+from attnmatrix.matrix.evidence_file import read_file
 
 ROW = """
 import os, sys, time
@@ -125,3 +128,37 @@ def test_a_run_that_ends_in_an_internal_error_leaves_its_records(tmp_path: Path)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300, env=here)
     assert "INTERNALERROR" in done.stdout + done.stderr
     assert len(evidence.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_run_that_is_killed_leaves_its_records(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "odd.py").write_text(ROW.format(fault="time.sleep(200)"))
+    command = [sys.executable, "-m", "attnmatrix.matrix", "run", "--plugin", str(tmp_path / "odd.py"), "--backend", "odd"]
+    command += [
+        "--mode",
+        "eager",
+        "--case",
+        "prefix_exact_page",
+        "--case",
+        "page_size_1",
+        "--evidence",
+        str(tmp_path / "e.jsonl"),
+        "-n",
+        workers,
+    ]
+    running = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        until = time.monotonic() + 120
+        while not (left := list(tmp_path.glob("*.unfinished"))) and running.poll() is None and time.monotonic() < until:
+            time.sleep(0.2)
+    finally:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+    assert not (tmp_path / "e.jsonl").exists()
+    assert [record.case_name for record in read_file(left[0])] == ["prefix_exact_page"]
+
+
+def test_a_run_that_ends_leaves_evidence_alone(tmp_path: Path) -> None:
+    _, text, found = run(tmp_path, "pass")
+    assert found, text
+    assert not list(tmp_path.glob("*.unfinished"))
