@@ -8,8 +8,10 @@ import pkgutil
 import pytest
 import torch
 
+from attnmatrix.harness.backends import torch_varlen
 from attnmatrix.harness.hybrid import PairCapabilities
 from attnmatrix.harness.registry import rows
+from attnmatrix.harness.signature import has_parameter
 from attnmatrix.matrix import findings
 
 NAMES = tuple(module.name for module in pkgutil.iter_modules(findings.__path__))
@@ -50,6 +52,7 @@ SHOWN = {
     ),
     "sgl_triton_window_counts_draft_index": ("by index", "by depth"),
     "sgl_triton_window_of_one_key_is_none": ("every earlier key", "the own key"),
+    "torch_varlen_splits_mix_requests": ("one split", "right"),
 }
 WIDE = ("conch_decode_page_offset_in_32_bits",)
 """Those whose pools a GPU alone holds, at a size at which they differ."""
@@ -65,6 +68,8 @@ def test_finding_reproduces(name: str) -> None:
         pytest.skip(f"{', '.join(DECLARED[name].missing)} not installed")
     if (name in WIDE or "cpu" not in DECLARED[name].devices) and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+    if name == "torch_varlen_splits_mix_requests" and not has_parameter("torch", torch_varlen.FILE, "varlen_attn", "block_table"):
+        pytest.skip("this torch takes no page table")
     errors = importlib.import_module(f"attnmatrix.matrix.findings.{name}").main()
     explained, right = SHOWN[name]
     assert errors[explained] < SAME

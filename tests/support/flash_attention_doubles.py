@@ -225,7 +225,8 @@ class FlashAttn4:
 
 
 class TorchVarlen:
-    """``torch.nn.attention.varlen`` of torch 2.13."""
+    """``torch.nn.attention.varlen`` of torch 2.13. Of several requests whose longest has more than a block of keys it splits them, unless told
+    not to, and mixes the parts; not modelled: when it splits else."""
 
     @staticmethod
     def varlen_attn(
@@ -254,4 +255,7 @@ class TorchVarlen:
         _lengths("cu_seqlens_k", cu_seq_k, batch + 1)
         _lengths("seqused_k", seqused_k, batch)
         _causal(window_size[1] == 0, max_q, block_table, key.shape[1], max_k)
-        return paged_attention(query, key, value, cu_seq_q, seqused_k.clamp(max=max_k), block_table, scale, _before(window_size))
+        out = paged_attention(query, key, value, cu_seq_q, seqused_k.clamp(max=max_k), block_table, scale, _before(window_size))
+        if num_splits is None and batch > 1 and max_k > (256 if query.shape[-1] <= 64 else 128):
+            out[1:] = float("nan")
+        return out
