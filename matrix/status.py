@@ -40,8 +40,8 @@ class Cell:
 
     @property
     def judged(self) -> int:
-        """Cases with a verdict of their own: everything but refusals, deferrals and the inapplicable."""
-        return sum(count for status, count in self.counts.items() if status not in ("deferred", "blocked", "n/a", "untested"))
+        """Cases with a verdict of their own on this code: everything but the stale, refusals, deferrals and the inapplicable."""
+        return sum(count for status, count in self.counts.items() if status not in ("stale", "deferred", "blocked", "n/a", "untested"))
 
     def text(self) -> str:
         """The cell as shown: ``✓ 84 · p1-64 d64/128 bf16/fp16 · H200 · 0.41``, ``✗ 2 known / 80``, ``blocked: reason``."""
@@ -68,12 +68,14 @@ class Cell:
         if self.status == "pass":
             shown = f"✓ {self.counts['pass']}"
         elif self.status == "stale":
-            shown = f"stale {self.counts['stale']}"
+            stale = self.counts["stale"]
+            shown = f"stale {stale}" + (f" / {stale + self.judged}" if self.judged else "")
         else:
-            worst = [s for s in ORDER[:6] if s in self.counts and s != "stale"]
+            worst = [s for s in ORDER[: ORDER.index("stale")] if s in self.counts]
             named = " ".join(f"{self.counts[s]} {s}" for s in worst)
             shown = f"{MARKS[self.status]} {named} / {self.judged}"
-        aside = [f"{self.counts[s]} {s}" for s in ("blocked", "deferred", "n/a") if s in self.counts]
+        beside = ("stale", "blocked", "deferred", "n/a") if self.status != "stale" else ("blocked", "deferred", "n/a")
+        aside = [f"{self.counts[s]} {s}" for s in beside if s in self.counts]
         return f"{shown} (+ {', '.join(aside)})" if aside else shown
 
 
@@ -87,12 +89,15 @@ def summarise(records: Sequence[Record], statuses: Sequence[str]) -> Cell:
         counts["vacuous"] = counts.pop("pass")
     reasons = Counter(r.reason for r, s in zip(records, statuses, strict=True) if s == status and r.reason)
     margins = [r.margin for r, s in zip(records, statuses, strict=True) if r.margin is not None and s in ("pass", "known")]
-    controls = [pair for record in records for pair in record.controls.values()]
+    shown = [(r, s) for r, s in zip(records, statuses, strict=True) if s != "stale"]
+    if all(s in ("blocked", "deferred", "n/a") for _, s in shown):  # what is left of a stale cell is what it was
+        shown = list(zip(records, statuses, strict=True))
+    controls = [pair for record, _ in shown for pair in record.controls.values()]
     graphs = sorted({r.graph for r in records} - {"none"})
     return Cell(
         status=status,
         counts=dict(counts),
-        axes=axes([r for r, s in zip(records, statuses, strict=True) if s not in ("blocked", "deferred", "n/a")]),
+        axes=axes([r for r, s in shown if s not in ("blocked", "deferred", "n/a")]),
         device=records[0].device,
         graph="/".join(graphs) or "none",
         margin=max(

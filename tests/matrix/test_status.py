@@ -31,6 +31,19 @@ def test_known_faults_are_counted_among_the_judged() -> None:
     assert cell.text().startswith("✗ 1 known / 3 (+ 1 blocked)")
 
 
+def test_verdicts_of_other_code_are_not_counted_among_the_judged() -> None:
+    assert _cell("known", "pass", "stale", "stale", "n/a").text().startswith("✗ 1 known / 2 (+ 2 stale, 1 n/a)")
+    assert _cell("stale", "pass", "pass", "blocked").text().startswith("stale 1 / 3 (+ 1 blocked)")
+    assert _cell("stale", "blocked").text().startswith("stale 1 (+ 1 blocked)")
+
+
+def test_what_a_cell_covers_is_what_this_code_judged() -> None:
+    other = record(case="extend-p64-prefix0-new3-h4x2x256-fp16-shuffled")
+    assert " · p16 d128 bf16 · " in summarise([record(), other], ["known", "stale"]).text()
+    assert " · p64 d256 fp16 · " in summarise([record(), other], ["blocked", "stale"]).text()
+    assert summarise([record(), other], ["known", "stale"]).controls == summarise([record()], ["known"]).controls
+
+
 def test_two_bad_statuses_are_both_named() -> None:
     assert _cell("fail", "known", "pass").text().startswith("✗ 1 fail 1 known / 3")
 
