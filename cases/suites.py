@@ -87,12 +87,14 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from layouts.long_series(kind)
             yield from combinations.extremes()
             yield from thresholds.lengths_and_windows()
+            yield from thresholds.chunks()
             yield from thresholds.long_contexts()
             yield from thresholds.counts()
             yield from thresholds.loudest()
             yield from combinations.shared_prefixes()
         if mode in (RunnerMode.EAGER, RunnerMode.CG_DECODE):
             yield from combinations.captured_options()
+            yield from thresholds.captured()
         yield from layouts.page256_variants()
         yield from quantised.fp8_batches()
     else:

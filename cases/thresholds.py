@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
+from attnmatrix.cases.case import AttentionKind, Case, Heads
 from attnmatrix.cases.layouts import decode, extend
+from attnmatrix.cases.options import Tree
+from attnmatrix.cases.speculative import SIBLINGS, verify
 
 SOFTMAX, SMALL = AttentionKind.SOFTMAX, Heads(2, 1, 64)
+DEEP_SIBLINGS: Tree = (-1, 0, 1, 2, 2, 3, 3)
+"""A chain of three whose last has two children, and the first of them two more: siblings at depths 3 and 4 (the root's is 0)."""
+GPT_OSS_FP8: dict[str, object] = {"window": 12, "window_layers": "first", "sinks": True, "kv_dtype": "fp8e4m3"}
+FORTY: Tree = tuple((node - 1) // 2 for node in range(40))
+"""A binary tree of more nodes than a word has bits."""
 
 
 def lengths_and_windows() -> tuple[Case, ...]:
@@ -18,6 +25,22 @@ def lengths_and_windows() -> tuple[Case, ...]:
         extend(16, (300, 0), (40, 3), SOFTMAX, heads=SMALL, window=256, name="window256_extend"),
         decode(16, (1500, 1023), SOFTMAX, heads=SMALL, window=1024, name="window1024_decode"),
         extend(16, (150, 0), (140, 3), SOFTMAX, name="gpt_oss_prefix_extend", **oss),
+    )
+
+
+def chunks() -> tuple[Case, ...]:
+    """Long contexts over small pages, later chunks of a long prompt, numbers of keys and of new tokens at and beyond powers of two."""
+    return (
+        extend(1, (300, 0), (40, 3), SOFTMAX, heads=SMALL, name="page1_context300_extend"),
+        decode(1, (1100, 256), SOFTMAX, heads=SMALL, name="page1_context1100_decode"),
+        decode(32, (1500, 255), SOFTMAX, heads=SMALL, name="page32_context1500_decode"),
+        extend(16, (600, 0), (70, 3), SOFTMAX, heads=SMALL, name="chunk_behind_600_extend"),
+        extend(16, (2000,), (300,), SOFTMAX, heads=SMALL, name="chunk_behind_2000_extend"),
+        decode(16, (2047, 4095), SOFTMAX, heads=SMALL, dtype="fp16", name="exact4096_decode"),
+        extend(16, (1792,), (256,), SOFTMAX, heads=SMALL, dtype="fp16", name="exact2048_extend"),
+        extend(16, (0,), (1100,), SOFTMAX, heads=SMALL, name="chunk1100_extend"),
+        decode(16, (2600, 2047), SOFTMAX, heads=SMALL, window=2048, name="window2048_decode"),
+        extend(16, (2100,), (20,), SOFTMAX, heads=SMALL, window=2048, name="window2048_extend"),
     )
 
 
@@ -40,6 +63,15 @@ def counts() -> tuple[Case, ...]:
         extend(16, tuple(range(16)), (3, 1) * 8, SOFTMAX, heads=SMALL, name="requests16_extend"),
         decode(16, tuple(range(5, 37)), SOFTMAX, heads=SMALL, name="requests32_decode"),
         decode(16, tuple(range(1, 66)), SOFTMAX, heads=SMALL, name="requests65_decode"),
+        extend(16, tuple(range(100)), (1, 2) * 50, SOFTMAX, heads=SMALL, name="requests100_extend"),
+        decode(16, tuple(range(1, 101)), SOFTMAX, heads=SMALL, name="requests100_decode"),
+        extend(16, (5, 20), (0, 0), SOFTMAX, heads=SMALL, name="no_new_tokens"),
+        extend(16, (0, 20), (18, 3), SOFTMAX, heads=Heads(12, 2, 64), name="group6_extend"),
+        decode(16, (5, 32), SOFTMAX, heads=Heads(12, 2, 64), name="group6_decode"),
+        extend(16, (0, 20), (18, 3), SOFTMAX, heads=Heads(18, 2, 64), name="group9_extend"),
+        decode(16, (5, 32), SOFTMAX, heads=Heads(18, 2, 64), name="group9_decode"),
+        extend(16, (0, 20), (18, 3), SOFTMAX, heads=Heads(20, 2, 64), name="group10_extend"),
+        decode(16, (5, 32), SOFTMAX, heads=Heads(20, 2, 64), name="group10_decode"),
         decode(16, (5, 32), SOFTMAX, heads=Heads(12, 1, 64), name="group12_decode"),
         extend(16, (0, 20), (18, 3), SOFTMAX, heads=Heads(32, 1, 64), name="group32_extend"),
         extend(16, (0, 20), (18, 3), SOFTMAX, heads=Heads(16, 16, 64), name="kv_heads16_extend"),
@@ -58,13 +90,27 @@ def loudest() -> tuple[Case, ...]:
         extend(16, (8, 16), (8, 1), SOFTMAX, heads=SMALL, gain=64.0, name="loudest_extend"),
         decode(16, (14, 40), SOFTMAX, heads=SMALL, gain=64.0, name="loudest_decode"),
         extend(16, (40, 6), (9, 1), SOFTMAX, heads=SMALL, window=12, soft_cap=8.0, sinks=True, name="window_cap_sinks_extend"),
+        extend(16, (40, 6), (9, 1), SOFTMAX, heads=SMALL, name="window_sinks_fp8_extend", **GPT_OSS_FP8),
+        decode(16, (40, 6), SOFTMAX, heads=SMALL, name="window_sinks_fp8_decode", **GPT_OSS_FP8),
     )
 
 
+def captured() -> tuple[Case, ...]:
+    """A decode batch whose graphs hold more than 16 and more than 32 requests."""
+    return (decode(16, tuple(range(4, 24)), SOFTMAX, heads=SMALL, name="requests20_decode"),)
+
+
 def verify_options() -> tuple[Case, ...]:
-    """Three options at once over a draft chain, and a window that spans tiles."""
-    shape: dict[str, object] = {"kind": SOFTMAX, "forward": ForwardMode.TARGET_VERIFY, "heads": SMALL}
+    """Three options at once over a draft chain and a tree, a window that spans tiles, more requests, deep siblings, and more draft tokens than a
+    word of a mask has bits."""
+    shape: dict[str, object] = {"kind": SOFTMAX, "heads": SMALL}
+    tree = {**shape, "draft_kind": "eagle"}
     return (
-        extend(16, (40, 6), (4, 4), window=12, soft_cap=8.0, sinks=True, name="window_cap_sinks_chain", **shape),  # type: ignore[arg-type]
-        extend(16, (300, 20), (5, 5), window=256, name="window256_chain", **shape),  # type: ignore[arg-type]
+        verify(16, (40, 6), 4, window=12, soft_cap=8.0, sinks=True, name="window_cap_sinks_chain", **shape),  # type: ignore[arg-type]
+        verify(16, (300, 20), 5, window=256, name="window256_chain", **shape),  # type: ignore[arg-type]
+        verify(16, (40, 6), 4, name="window_sinks_fp8_chain", **shape, **GPT_OSS_FP8),  # type: ignore[arg-type]
+        verify(16, (40, 6), 6, trees=(SIBLINGS,), window=12, kv_dtype="fp8e4m3", name="window_fp8_tree", **tree),  # type: ignore[arg-type]
+        verify(16, tuple(range(3, 15)), 3, name="requests12_chain", **shape),  # type: ignore[arg-type]
+        verify(16, (14, 31), 7, trees=(DEEP_SIBLINGS,), name="tree_deep_siblings", **tree),  # type: ignore[arg-type]
+        verify(16, (14, 31), 40, trees=(FORTY,), name="tree_forty", **tree),  # type: ignore[arg-type]
     )

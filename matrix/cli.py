@@ -35,7 +35,9 @@ def run(
     limit: Annotated[
         int, typer.Option("--time-limit", min=1, max=MOST_SECONDS, help="seconds after which a cell in a worker (-n) ends as crash")
     ] = DEFAULT_LIMIT,
-    full: Annotated[bool, typer.Option("--full", help="interpreted rows run every case")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="on a CPU too, graph modes and the rows that are sampled there run every case")
+    ] = False,
     evidence: Annotated[Path | None, typer.Option(help="write the records to this file")] = None,
     missing_from: Annotated[
         Path | None, typer.Option("--missing-from", help="only cells of which this evidence has no record of this code and machine")

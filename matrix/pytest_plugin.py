@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mode", action="append", default=[], metavar="M", help="only this runner mode (repeatable)")
     group.addoption("--case", action="append", default=[], metavar="ID", help="only this case, by id or name (repeatable)")
     group.addoption("--device", default=None, metavar="D", help="cpu or cuda (default: cuda where there is one)")
-    group.addoption("--full", action="store_true", help="interpreted rows run every case, not a pairwise-covering subset")
+    group.addoption("--full", action="store_true", help="on a CPU too, graph modes and the rows that are sampled there run every case")
     group.addoption("--missing-from", default=None, metavar="EVIDENCE", help="only cells that this evidence has no record of")
     group.addoption("--evidence", default=None, metavar="FILE", help="write the run's records to FILE (JSON lines)")
     group.addoption(

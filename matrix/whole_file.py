@@ -12,7 +12,10 @@ from attnmatrix.harness.registry import UsageError
 def write_whole(path: Path, content: bytes) -> None:
     """Replace ``path`` by a file with this content; a failure leaves the old file and nothing else. Raises UsageError when it cannot."""
     check_place(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    except OSError as error:
+        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}") from error
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
@@ -33,3 +36,7 @@ def check_place(path: Path) -> None:
         raise UsageError(f"cannot write {str(path)!r}: {error.strerror}") from error
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"cannot write {str(path)!r}: its folder is read-only")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UsageError(f"cannot write {str(path)!r}: no file can be made in its folder ({error.strerror})") from error
