@@ -5,14 +5,15 @@ from __future__ import annotations
 from attnmatrix.cases.case import AttentionKind, Case, Heads
 from attnmatrix.cases.layouts import decode, extend
 from attnmatrix.cases.options import Tree
+from attnmatrix.cases.quantised import FP8
 from attnmatrix.cases.speculative import SIBLINGS, verify
 
 SOFTMAX, SMALL = AttentionKind.SOFTMAX, Heads(2, 1, 64)
 DEEP_SIBLINGS: Tree = (-1, 0, 1, 2, 2, 3, 3)
 """A chain of three whose last has two children, and the first of them two more: siblings at depths 3 and 4 (the root's is 0)."""
-GPT_OSS_FP8: dict[str, object] = {"window": 12, "window_layers": "first", "sinks": True, "kv_dtype": "fp8e4m3"}
 FORTY: Tree = tuple((node - 1) // 2 for node in range(40))
 """A binary tree of more nodes than a word has bits."""
+GPT_OSS_FP8: dict[str, object] = {"window": 12, "window_layers": "first", "sinks": True, **FP8}
 
 
 def lengths_and_windows() -> tuple[Case, ...]:
@@ -57,8 +58,8 @@ def long_contexts() -> tuple[Case, ...]:
 
 
 def counts() -> tuple[Case, ...]:
-    """Batches of 16, 32 and 65 requests, whose last ones end a block or begin one; head groups and counts beyond 8; head dim 192; pages of 8
-    and 512."""
+    """Batches of 16, 32, 65 and 100 requests, whose last ones end a block or begin one, and one without a new token; head groups between and
+    beyond those of the other layouts, and more key heads; head dim 192; pages of 8 and 512."""
     return (
         extend(16, tuple(range(16)), (3, 1) * 8, SOFTMAX, heads=SMALL, name="requests16_extend"),
         decode(16, tuple(range(5, 37)), SOFTMAX, heads=SMALL, name="requests32_decode"),
@@ -109,7 +110,7 @@ def verify_options() -> tuple[Case, ...]:
         verify(16, (40, 6), 4, window=12, soft_cap=8.0, sinks=True, name="window_cap_sinks_chain", **shape),  # type: ignore[arg-type]
         verify(16, (300, 20), 5, window=256, name="window256_chain", **shape),  # type: ignore[arg-type]
         verify(16, (40, 6), 4, name="window_sinks_fp8_chain", **shape, **GPT_OSS_FP8),  # type: ignore[arg-type]
-        verify(16, (40, 6), 6, trees=(SIBLINGS,), window=12, kv_dtype="fp8e4m3", name="window_fp8_tree", **tree),  # type: ignore[arg-type]
+        verify(16, (40, 6), 6, trees=(SIBLINGS,), window=12, name="window_fp8_tree", **tree, **FP8),  # type: ignore[arg-type]
         verify(16, tuple(range(3, 15)), 3, name="requests12_chain", **shape),  # type: ignore[arg-type]
         verify(16, (14, 31), 7, trees=(DEEP_SIBLINGS,), name="tree_deep_siblings", **tree),  # type: ignore[arg-type]
         verify(16, (14, 31), 40, trees=(FORTY,), name="tree_forty", **tree),  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from attnmatrix.matrix.whole_file import check_place
@@ -15,18 +16,14 @@ class Journal:
     def __init__(self, evidence: Path) -> None:
         began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         self.path = evidence.with_name(f"{evidence.name}.{began}-{os.getpid()}.unfinished")
-        self.begun = False
 
-    def add(self, record: str) -> None:
-        """Append one record, encoded. Raises UsageError when no file can be written there."""
-        if not self.begun:
+    def add(self, records: Sequence[str]) -> None:
+        """Append encoded records. Raises UsageError when no file can be written there."""
+        if not self.path.exists():
             check_place(self.path)
         with self.path.open("ab", buffering=0) as stream:
-            stream.write(record.encode() + b"\n")
-        self.begun = True
+            stream.write("".join(f"{record}\n" for record in records).encode())
 
     def remove(self) -> None:
         """The evidence is written: the journal is not needed any more."""
-        if self.begun:
-            self.path.unlink()
-            self.begun = False
+        self.path.unlink(missing_ok=True)

@@ -132,11 +132,10 @@ class Records:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and not self.is_worker:
-            for name, value in report.user_properties:
-                if name == RECORD_KEY.name:
-                    self.encoded.append(str(value))
-                    if self.journal:
-                        self.journal.add(str(value))
+            arrived = [str(value) for name, value in report.user_properties if name == RECORD_KEY.name]
+            self.encoded += arrived
+            if self.journal and arrived:
+                self.journal.add(arrived)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str) -> None:
@@ -145,13 +144,11 @@ class Records:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
         """Write the evidence, however the session ended: an internal error has no summary."""
-        path = self.config.getoption("--evidence")
-        if path and not self.is_worker and (self.encoded or self.crashed):
+        if self.journal and (self.encoded or self.crashed):
             from attnmatrix.matrix.evidence_file import write
 
-            write(Path(path), self.all_records())
-            if self.journal:
-                self.journal.remove()
+            write(Path(self.config.getoption("--evidence")), self.all_records())
+            self.journal.remove()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None, object, object]:

@@ -19,6 +19,9 @@ ORDER = ("crash", "fail", "vacuous", "flaky", "known", "stale", "pass", "deferre
 AS_DECLARED = frozenset({"pass", "known", "blocked", "deferred", "n/a"})
 """Statuses that agree with the row's own declaration; anything else makes a run exit with 1."""
 
+REFUSED = ("blocked", "deferred", "n/a")
+"""Statuses of cases that a row does not claim."""
+
 MARKS = {
     "crash": "💥", "fail": "✗", "vacuous": "∅", "flaky": "≈", "known": "✗", "stale": "·", "pass": "✓",
     "deferred": "deferred", "blocked": "blocked", "n/a": "n/a", "untested": "–",
@@ -41,11 +44,11 @@ class Cell:
     @property
     def judged(self) -> int:
         """Cases with a verdict of their own on this code: everything but the stale, refusals, deferrals and the inapplicable."""
-        return sum(count for status, count in self.counts.items() if status not in ("stale", "deferred", "blocked", "n/a", "untested"))
+        return sum(count for status, count in self.counts.items() if status not in ("stale", *REFUSED, "untested"))
 
     def text(self) -> str:
         """The cell as shown: ``✓ 84 · p1-64 d64/128 bf16/fp16 · H200 · 0.41``, ``✗ 2 known / 80``, ``blocked: reason``."""
-        if self.status in ("blocked", "deferred", "n/a"):
+        if self.status in REFUSED:
             return f"{self.status}: {self.reason}"
         parts = [self._counts(), self.axes, short_device(self.device)]
         if self.graph != "none":
@@ -60,7 +63,7 @@ class Cell:
 
     def short(self) -> str:
         """The cell in a narrow table: ``✓ 84 H200``, ``✗ 2 known / 80 CPU tape``, ``blocked``."""
-        if self.status in ("blocked", "deferred", "n/a"):
+        if self.status in REFUSED:
             return self.status
         return f"{self._counts()} {short_device(self.device)}" + (f" {self.graph}" if self.graph != "none" else "")
 
@@ -74,8 +77,7 @@ class Cell:
             worst = [s for s in ORDER[: ORDER.index("stale")] if s in self.counts]
             named = " ".join(f"{self.counts[s]} {s}" for s in worst)
             shown = f"{MARKS[self.status]} {named} / {self.judged}"
-        beside = ("stale", "blocked", "deferred", "n/a") if self.status != "stale" else ("blocked", "deferred", "n/a")
-        aside = [f"{self.counts[s]} {s}" for s in beside if s in self.counts]
+        aside = [f"{self.counts[s]} {s}" for s in ("stale", *REFUSED) if s in self.counts and s != self.status]
         return f"{shown} (+ {', '.join(aside)})" if aside else shown
 
 
@@ -87,21 +89,22 @@ def summarise(records: Sequence[Record], statuses: Sequence[str]) -> Cell:
     if untried:
         status = "vacuous"
         counts["vacuous"] = counts.pop("pass")
-    reasons = Counter(r.reason for r, s in zip(records, statuses, strict=True) if s == status and r.reason)
-    margins = [r.margin for r, s in zip(records, statuses, strict=True) if r.margin is not None and s in ("pass", "known")]
-    shown = [(r, s) for r, s in zip(records, statuses, strict=True) if s != "stale"]
-    if all(s in ("blocked", "deferred", "n/a") for _, s in shown):  # what is left of a stale cell is what it was
-        shown = list(zip(records, statuses, strict=True))
+    told = list(zip(records, statuses, strict=True))
+    reasons = Counter(r.reason for r, s in told if s == status and r.reason)
+    margins = [r.margin for r, s in told if r.margin is not None and s in ("pass", "known")]
+    shown = [(r, s) for r, s in told if s != "stale"]
+    if all(s in REFUSED for _, s in shown):  # what is left of a stale cell is what it was
+        shown = told
     controls = [pair for record, _ in shown for pair in record.controls.values()]
     graphs = sorted({r.graph for r in records} - {"none"})
     return Cell(
         status=status,
         counts=dict(counts),
-        axes=axes([r for r, s in shown if s not in ("blocked", "deferred", "n/a")]),
+        axes=axes([r for r, s in shown if s not in REFUSED]),
         device=records[0].device,
         graph="/".join(graphs) or "none",
         margin=max(
-            (r.margin for r, s in zip(records, statuses, strict=True) if r.margin is not None and s == "pass"),
+            (r.margin for r, s in told if r.margin is not None and s == "pass"),
             default=max(margins, default=None),
         ),
         controls=(sum(c[0] for c in controls), sum(c[1] for c in controls)),

@@ -11,11 +11,7 @@ from attnmatrix.harness.registry import UsageError
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace ``path`` by a file with this content; a failure leaves the old file and nothing else. Raises UsageError when it cannot."""
-    check_place(path)
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    except OSError as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error.strerror}") from error
+    handle, temporary = _part_of(path)
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
@@ -28,6 +24,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def check_place(path: Path) -> None:
     """Make the folder of a file to write; called before a long run, not after it. Raises UsageError when no file can be written there."""
+    handle, temporary = _part_of(path)
+    os.close(handle)
+    os.unlink(temporary)
+
+
+def _part_of(path: Path) -> tuple[int, str]:
+    """Descriptor and name of a new file beside ``path``, whose folder is made. Raises UsageError."""
     if path.is_dir():
         raise UsageError(f"cannot write {str(path)!r}: it is a folder, expected a file")
     try:
@@ -37,6 +40,6 @@ def check_place(path: Path) -> None:
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"cannot write {str(path)!r}: its folder is read-only")
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()
+        return tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     except OSError as error:
         raise UsageError(f"cannot write {str(path)!r}: no file can be made in its folder ({error.strerror})") from error

@@ -103,7 +103,7 @@ def chosen_splits(requests: int, heads: int, longest_new: int, longest: int, dim
     numbers = range(1, min(128, places, key_blocks) + 1)
     useful = [n for n in numbers if n == 1 or math.ceil(key_blocks / n) != math.ceil(key_blocks / (n - 1))]
     filled = {n: work * n / places / math.ceil(work * n / places) for n in useful}
-    return next((n for n in useful if filled[n] >= 0.85 * max(filled.values())), 1)
+    return next(n for n in useful if filled[n] >= 0.85 * max(filled.values()))
 
 
 def _splits_requests(case: Case, mode: RunnerMode) -> bool:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from named_cases import case_named
 from torch import Tensor
 
-from attnmatrix.cases.case import AttentionKind, Case
+from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.cases.suites import suite
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.backends.torch_lightning import TorchLightning
 from attnmatrix.harness.backends.torch_softmax import ExtendMetadata, TorchSoftmax
@@ -196,10 +196,6 @@ FAULTS = (
     Fault(LayerZeroSlopes, ("decode_page_boundary.shuffled", "ragged_page_boundary.shuffled", "unit_state_decode"), "layer 1"),
 )
 TRIED = [pytest.param(fault, name, id=f"{fault.backend.__name__}-{name}") for fault in FAULTS for name in fault.cases]
-
-
-def case_named(name: str, kind: AttentionKind, mode: RunnerMode) -> Case:
-    return next(case for case in suite(kind, mode) if case.name == name)
 
 
 def run(fault: Fault, name: str, broken: bool) -> CellResult:

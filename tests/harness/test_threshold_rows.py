@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from named_cases import case_named
 from torch import Tensor
 
-from attnmatrix.cases.case import AttentionKind, Case
+from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.cases.suites import suite
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.backends.torch_softmax import TorchSoftmax
 from attnmatrix.harness.batch import Batch
@@ -54,6 +54,11 @@ class GroupOf(TorchSoftmax):
 
 def keys_of(visible: Tensor) -> int:
     return int(visible.any(dim=1).sum(dim=-1).max())
+
+
+def first_drafts(visible: Tensor) -> list[int]:
+    """Of each request, the index of its first draft token among its keys: that token sees the prefix and itself."""
+    return [int(row[0].sum()) - 1 for row in visible]
 
 
 def small_pages(context: Context, visible: Tensor, layer: int) -> Tensor:
@@ -102,8 +107,7 @@ def word_of_mask(context: Context, visible: Tensor, layer: int) -> Tensor:
     """Bits of a mask past the 32nd read from its first word."""
     new = visible.shape[1]
     if new > 32:
-        for row in range(visible.shape[0]):
-            prefix = int(visible[row, 0].sum()) - 1
+        for row, prefix in enumerate(first_drafts(visible)):
             visible[row, :, prefix + 32 : prefix + new] = visible[row, :, prefix : prefix + new - 32]
     return visible
 
@@ -111,8 +115,7 @@ def word_of_mask(context: Context, visible: Tensor, layer: int) -> Tensor:
 def deep_siblings(context: Context, visible: Tensor, layer: int) -> Tensor:
     """Drafts with the same parent at depth 3 or more see each other."""
     if visible.shape[1] == 7:
-        for row in range(visible.shape[0]):
-            prefix = int(visible[row, 0].sum()) - 1
+        for row, prefix in enumerate(first_drafts(visible)):
             visible[row, 4, prefix + 3] = True
     return visible
 
@@ -121,8 +124,7 @@ def tree_beside_window_and_fp8(context: Context, visible: Tensor, layer: int) ->
     """A causal mask in place of the tree's where a window and an fp8 cache meet."""
     if context.kv is not None and context.kv.quantised and context.windows[layer] is not None:
         new = visible.shape[1]
-        for row in range(visible.shape[0]):
-            prefix = int(visible[row, 0].sum()) - 1
+        for row, prefix in enumerate(first_drafts(visible)):
             visible[row, :, prefix : prefix + new] = torch.ones(new, new, dtype=torch.bool).tril()
     return visible
 
@@ -145,9 +147,8 @@ SEEING: tuple[tuple[Sees, RunnerMode, str, str], ...] = (
 
 
 def status(create: Callable[[Context], AttentionBackend], mode: RunnerMode, name: str) -> str:
-    case: Case = next(case for case in suite(SOFTMAX, mode) if case.name == name)
     row = Row("wrong", SOFTMAX, create, source=__file__)
-    return run_cell(row, mode, case, torch.device("cpu"), controls=(), diagnosed=False).status
+    return run_cell(row, mode, case_named(name, SOFTMAX, mode), torch.device("cpu"), controls=(), diagnosed=False).status
 
 
 @pytest.mark.parametrize(("sees", "mode", "name", "below"), SEEING, ids=[f"{s[0].__name__}-{s[2]}" for s in SEEING])

@@ -11,7 +11,6 @@ import torch
 from attnmatrix.harness.backends import torch_varlen
 from attnmatrix.harness.hybrid import PairCapabilities
 from attnmatrix.harness.registry import rows
-from attnmatrix.harness.signature import has_parameter
 from attnmatrix.matrix import findings
 
 NAMES = tuple(module.name for module in pkgutil.iter_modules(findings.__path__))
@@ -68,7 +67,7 @@ def test_finding_reproduces(name: str) -> None:
         pytest.skip(f"{', '.join(DECLARED[name].missing)} not installed")
     if (name in WIDE or "cpu" not in DECLARED[name].devices) and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    if name == "torch_varlen_splits_mix_requests" and not has_parameter("torch", torch_varlen.FILE, "varlen_attn", "block_table"):
+    if name == "torch_varlen_splits_mix_requests" and torch_varlen._lacks("block_table"):
         pytest.skip("this torch takes no page table")
     errors = importlib.import_module(f"attnmatrix.matrix.findings.{name}").main()
     explained, right = SHOWN[name]
