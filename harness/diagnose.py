@@ -23,6 +23,9 @@ from attnmatrix.harness.trial import Trial
 
 ALIKE = 0.1
 """Faults whose distances from the failing row differ by less than this share of the limit are not told apart."""
+EXPLAINED = 0.5
+"""A fault explains a result that is nearer to the fault's than this share of its own distance from the right one: a result barely over its
+limit is near every fault that barely differs from the right one, too."""
 LONGEST = 20.0
 """Estimated seconds (see ``_seconds``) above which a case is not diagnosed."""
 UNEXPLAINED = "unexplained"
@@ -100,7 +103,8 @@ def diagnose(row: Row, mode: RunnerMode, case: Case, device: torch.device, trial
         return Diagnosis(why=TOO_LARGE)
     search = Search(row, mode, case, device, trial)
     fits = search.fits(candidates)
-    close = [replace(fit, guards=search.same_guards(fit.fault)) for fit in fits if fit.ratio <= 1 and search.fails(fit.fault)]
+    most = min(1.0, EXPLAINED * search.off / SLACK) if search.off > 1 else 1.0
+    close = [replace(fit, guards=search.same_guards(fit.fault)) for fit in fits if fit.ratio <= most and search.fails(fit.fault)]
     wrong = _wrong(trial)
     close = [fit for fit in close if wrong or fit.guards < 2]
     best = min((fit.guards for fit in close), default=2)

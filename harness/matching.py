@@ -57,6 +57,8 @@ class Search:
         self.probe = _probe_of(trial)
         self.limits = {(m.quantity, m.step, m.layer): m for verdict in trial.verdicts for m in verdict.measurements}
         self.problems = tuple(problem for verdict in trial.verdicts for problem in verdict.problems)
+        self.off = max((float(m.ratio.max()) for m in self.limits.values() if m.quantity != "lse" and m.error.numel()), default=0.0)
+        """How many limits the failing row is away from the right result; the LSE apart, which faults are not compared by."""
         self.worlds: dict[Conventions, tuple[World, list[Tensor]]] = {}
 
     def fits(self, candidates: Sequence[Fault]) -> list[Fit]:

@@ -132,6 +132,34 @@ def test_a_fault_within_the_limits_of_the_reference_explains_nothing(monkeypatch
     assert found(replace(BY_ID["B04"], subject=SoftmaxSubject), EXTEND).ids == ()
 
 
+class Grown(SoftmaxSubject):
+    """Every output a little too large."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
+        return (super().forward(q, k, v, layer_id, batch).float() * 1.007).to(q.dtype)
+
+
+class Skewed(SoftmaxSubject):
+    """Every other element a little too large, the rest too small."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, batch: Batch) -> Tensor:
+        out = super().forward(q, k, v, layer_id, batch).float().unflatten(-1, (-1, 2))
+        return (out * torch.tensor([1.007, 0.993])).flatten(-2).to(q.dtype)
+
+
+def test_a_result_barely_over_its_limit_is_explained_by_no_other_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both lie within twice the limit of each other, as they do of the right result."""
+    skewed = replace(BY_ID["B04"], id="skewed", subject=Skewed)
+    monkeypatch.setattr(module, "faults", lambda: (skewed,))
+    grown = Row("grown", EXTEND.kind, Grown, source=__file__)
+    trial = run_trial(grown, RunnerMode.EAGER, EXTEND, CPU, PEAKED)
+    assert 1 < max(float(m.ratio.max()) for verdict in trial.verdicts for m in verdict.measurements) < 2
+    diagnosis = diagnose(grown, RunnerMode.EAGER, EXTEND, CPU, trial)
+    assert (diagnosis.ids, diagnosis.nearest) == ((), skewed)
+    assert diagnosis.distance < 2
+    assert found(skewed, EXTEND).ids == ("skewed",)
+
+
 def test_a_known_fault_must_fail_as_declared() -> None:
     subject = BY_ID["B04"].subject
     assert isinstance(subject, type)
