@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from attnmatrix.cases import combinations, layouts, quantised, speculative, state_stories, thresholds
+from attnmatrix.cases import combinations, crossings, layouts, quantised, speculative, state_stories, thresholds
 from attnmatrix.cases.case import AttentionKind, Case, Scratch
 from attnmatrix.cases.modes import RunnerMode
 
@@ -54,6 +54,7 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from quantised.fp8_verifies()
             yield from combinations.verify_extremes()
             yield from thresholds.verify_options()
+            yield from crossings.drafts()
         else:
             yield from state_stories.verify_branches()
             yield from state_stories.verify_stories()
@@ -91,10 +92,13 @@ def _candidates(kind: AttentionKind, mode: RunnerMode) -> Iterable[Case]:
             yield from thresholds.long_contexts()
             yield from thresholds.counts()
             yield from thresholds.loudest()
+            yield from crossings.beyond_a_split()
+            yield from crossings.heads_and_pages()
             yield from combinations.shared_prefixes()
         if mode in (RunnerMode.EAGER, RunnerMode.CG_DECODE):
             yield from combinations.captured_options()
             yield from thresholds.captured()
+            yield from crossings.captured()
         yield from layouts.page256_variants()
         yield from quantised.fp8_batches()
     else:

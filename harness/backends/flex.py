@@ -10,7 +10,7 @@ from attnmatrix.cases.case import AttentionKind, Case, ForwardMode
 from attnmatrix.harness.backend import AttentionBackend
 from attnmatrix.harness.capabilities import Blocked, Capabilities, Conventions, RoundingStep
 from attnmatrix.harness.lazy import torch
-from attnmatrix.harness.registry import Row, installed_version, register
+from attnmatrix.harness.registry import Row, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attnmatrix.harness.context import Context
 
 QUERY_BLOCK = 128  # FlexAttention's default block size
-PACKAGES = ("torch", *(("triton",) if installed_version("triton") else ()))
-"""Triton comes with torch for GPUs and compiles there: what it refuses is raised in it or in torch, as the compiler is configured."""
 
 
 @dataclass
@@ -236,7 +234,6 @@ register(
         create=Flex,
         capabilities=Capabilities(compiler_limits=_compiler_limits),
         conventions=CONVENTIONS,
-        distributions=PACKAGES,
         summary="FlexAttention, compiled on a GPU; page table in the mask",
         slow_on_cpu=True,
         few_on_cpu=True,
