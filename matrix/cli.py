@@ -54,7 +54,9 @@ def run(
     if not cells:
         raise UsageError("no cell to run: " + ("; ".join(chosen.not_run()) or "no case of this kind belongs to this mode"))
     if evidence is not None:
-        check_place(evidence)
+        from attnmatrix.matrix.evidence_file import check_evidence_place
+
+        check_evidence_place(evidence)
     if missing_from is not None:
         from attnmatrix.matrix.recorded import without_recorded
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from attnmatrix.matrix.record import Record
-from attnmatrix.matrix.status import ORDER
+from attnmatrix.matrix.status import AS_DECLARED, ORDER
 
 
 @dataclass(frozen=True)
 class Change:
-    """One cell whose status differs; ``regression`` when it got worse, or went missing."""
+    """One cell whose status differs; ``regression`` when it got worse, went missing, or is met for the first time and is not as declared."""
 
     backend: str
     mode: str
@@ -22,6 +22,8 @@ class Change:
 
     @property
     def regression(self) -> bool:
+        if self.before == "untested":
+            return self.after not in AS_DECLARED
         return ORDER.index(self.after) < ORDER.index(self.before) or self.after == "untested"
 
     def line(self) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from attnmatrix.harness.registry import UsageError
 from attnmatrix.matrix.record import Record
 from attnmatrix.matrix.record_check import record_problem
-from attnmatrix.matrix.whole_file import write_whole
+from attnmatrix.matrix.whole_file import check_place, write_whole
 
 COMMITTED = Path(__file__).resolve().parent / "evidence"
 
@@ -24,13 +24,15 @@ def read_file(path: Path) -> list[Record]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UsageError(f"cannot read evidence {str(path)!r}: {error.strerror}") from error
+    if b"\0" in lines[0]:
+        raise UsageError(f"evidence {str(path)!r} is no text: expected JSON lines")
     if lines[-1]:
         raise UsageError(f"evidence {str(path)!r} is truncated: line {len(lines)} does not end")
     records = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = _decoder.decode(line)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"evidence {str(path)!r}, line {number}: {error}") from error
         problem = record_problem(record)
         if problem:
@@ -62,6 +64,17 @@ def merge(records: Iterable[Record]) -> list[Record]:
         else:
             latest[record.key] = record
     return sorted(latest.values(), key=lambda record: tuple(map(str, record.key)))
+
+
+def check_evidence_place(path: Path) -> None:
+    """Make the folder of evidence to write; called before a run. Raises UsageError when no file can be written there, and for a file that holds
+    something else."""
+    check_place(path)
+    if path.is_file() and path.stat().st_size:
+        try:
+            read_file(path)
+        except UsageError as error:
+            raise UsageError(f"will not overwrite {str(path)!r}, which is no evidence: {error}") from error
 
 
 def write(path: Path, records: Iterable[Record]) -> None:

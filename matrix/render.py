@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -14,7 +14,8 @@ from attnmatrix.cases.case import AttentionKind
 from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.properties import PROPERTIES
-from attnmatrix.harness.registry import rows
+from attnmatrix.harness.registry import UsageError, find_row, rows
+from attnmatrix.harness.row_suite import is_sampled, row_suite
 from attnmatrix.matrix.healthy import Healthy
 from attnmatrix.matrix.kill_score import KillScore, side_by_side
 from attnmatrix.matrix.record import Record
@@ -88,8 +89,9 @@ def render_matrix(records: Sequence[Record], scores: Mapping[str, KillScore] | N
 
 
 def row_names(records: Sequence[Record], kind: AttentionKind) -> list[str]:
-    """Registered rows of a kind, then rows that only the records know."""
-    recorded = {r.backend: None for r in records if r.kind == kind.value and "," not in r.backend}
+    """Registered rows of a kind, then rows that only the records know, pairs among them that were run in more than handoffs."""
+    handoff = RunnerMode.HANDOFF.value
+    recorded = {r.backend: None for r in records if r.kind == kind.value and ("," not in r.backend or r.mode != handoff)}
     return list({row.name: None for row in rows() if row.kind is kind} | recorded)
 
 
@@ -135,17 +137,34 @@ def _counts(found: Counter[str]) -> str:
 
 
 def cells_of(records: Sequence[Record], statuses: Sequence[str]) -> dict[tuple[str, str, str], list[Cell]]:
-    """Cells by kind, row and mode: one for each device, GPUs first."""
+    """Cells by kind, row and mode: one for each device, GPUs first. Each says how many of its cases were not run."""
     groups: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, record in enumerate(records):
         groups[record.kind, record.backend, record.mode][record.device].append(index)
     return {
         key: [
-            summarise([records[i] for i in indices], [statuses[i] for i in indices])
+            replace(
+                summarise([records[i] for i in indices], [statuses[i] for i in indices]), not_run=_not_run([records[i] for i in indices])
+            )
             for device, indices in sorted(devices.items(), key=lambda item: (item[0] == "cpu", item[0]))
         ]
         for key, devices in groups.items()
     }
+
+
+def _not_run(records: Sequence[Record]) -> int:
+    """How many cases the records of one cell on one device leave out. 0 for a row that is not registered here, and where a CPU samples: which
+    cases it takes there depends on what is installed."""
+    kind, mode = AttentionKind(records[0].kind), RunnerMode(records[0].mode)
+    device = "cpu" if records[0].device == "cpu" else "cuda"
+    try:
+        row = find_row(records[0].backend, kind)
+    except UsageError:
+        return 0
+    if is_sampled(row, device, full=False):
+        return 0
+    wanted = {case.content_hash for case in row_suite(row, mode, device, full=False) if row.dtypes is None or case.dtype in row.dtypes}
+    return len(wanted - {record.case_hash for record in records})
 
 
 def _margins(records: Sequence[Record], statuses: Sequence[str]) -> list[tuple[str, str, str, float, str, str]]:

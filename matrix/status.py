@@ -40,6 +40,8 @@ class Cell:
     margin: float | None
     controls: tuple[int, int]
     reason: str
+    not_run: int = 0
+    """Cases of the cell on that device of which there is no record."""
 
     @property
     def judged(self) -> int:
@@ -49,7 +51,7 @@ class Cell:
     def text(self) -> str:
         """The cell as shown: ``✓ 84 · p1-64 d64/128 bf16/fp16 · H200 · 0.41``, ``✗ 2 known / 80``, ``blocked: reason``."""
         if self.status in REFUSED:
-            return f"{self.status}: {self.reason}"
+            return f"{self.status}: {self.reason}" + (f" (+ {self.not_run} not run)" if self.not_run else "")
         parts = [self._counts(), self.axes, short_device(self.device)]
         if self.graph != "none":
             parts[-1] += f" {self.graph}"
@@ -64,7 +66,7 @@ class Cell:
     def short(self) -> str:
         """The cell in a narrow table: ``✓ 84 H200``, ``✗ 2 known / 80 CPU tape``, ``blocked``."""
         if self.status in REFUSED:
-            return self.status
+            return self.status + (f" (+ {self.not_run} not run)" if self.not_run else "")
         return f"{self._counts()} {short_device(self.device)}" + (f" {self.graph}" if self.graph != "none" else "")
 
     def _counts(self) -> str:
@@ -78,6 +80,7 @@ class Cell:
             named = " ".join(f"{self.counts[s]} {s}" for s in worst)
             shown = f"{MARKS[self.status]} {named} / {self.judged}"
         aside = [f"{self.counts[s]} {s}" for s in ("stale", *REFUSED) if s in self.counts and s != self.status]
+        aside += [f"{self.not_run} not run"] if self.not_run else []
         return f"{shown} (+ {', '.join(aside)})" if aside else shown
 
 

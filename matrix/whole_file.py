@@ -10,7 +10,9 @@ from attnmatrix.harness.registry import UsageError
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace ``path`` by a file with this content; a failure leaves the old file and nothing else. Raises UsageError when it cannot."""
+    """Replace the file at ``path``, or the one that a link there leads to, by one with this content; a failure leaves the old file and
+    nothing else. Raises UsageError when it cannot."""
+    path = path.resolve()
     handle, temporary = _part_of(path)
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -24,7 +26,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def check_place(path: Path) -> None:
     """Make the folder of a file to write; called before a long run, not after it. Raises UsageError when no file can be written there."""
-    handle, temporary = _part_of(path)
+    handle, temporary = _part_of(path.resolve())
     os.close(handle)
     os.unlink(temporary)
 
@@ -33,6 +35,8 @@ def _part_of(path: Path) -> tuple[int, str]:
     """Descriptor and name of a new file beside ``path``, whose folder is made. Raises UsageError."""
     if path.is_dir():
         raise UsageError(f"cannot write {str(path)!r}: it is a folder, expected a file")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"cannot write {str(path)!r}: it is a device, a pipe or a socket, expected a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Comparing evidence: worse and missing are regressions, better is not."""
+"""Comparing evidence: worse and missing are regressions, better and new are not."""
 
 from __future__ import annotations
 
@@ -36,6 +36,14 @@ def test_a_cell_that_is_not_run_any_more_is_a_regression() -> None:
     (change,) = compare_evidence([record()], [])
     assert change.after == "untested"
     assert change.regression
+
+
+@pytest.mark.parametrize(
+    ("status", "regression"), [("pass", False), ("blocked", False), ("known", False), ("fail", True), ("vacuous", True)]
+)
+def test_a_cell_met_for_the_first_time_is_one_only_if_it_is_not_as_declared(status: str, regression: bool) -> None:
+    (change,) = compare_evidence([], [record(status=status)])
+    assert (change.before, change.regression) == ("untested", regression)
 
 
 def test_a_device_that_only_the_old_evidence_has_is_named_and_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

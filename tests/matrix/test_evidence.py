@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.backends.torch_softmax import TorchSoftmax
 from attnmatrix.harness.batch import Batch
 from attnmatrix.harness.registry import Row, UsageError
-from attnmatrix.matrix.evidence_file import merge, read, read_file, write
+from attnmatrix.matrix.evidence_file import check_evidence_place, merge, read, read_file, write
 from attnmatrix.matrix.pytest_plugin import RECORD_KEY
 from attnmatrix.matrix.record import portable
 from attnmatrix.matrix.run import run_and_record
@@ -35,6 +36,48 @@ def test_the_requirements_of_a_gpu_runner_name_each_package_of_the_evidence() ->
     records = read_file(top / "matrix/evidence/h200.jsonl")
     used = {f"{name}=={version.split('+')[0]}" for record in records for name, version in record.versions.items()}
     assert {package for package in used if not package.startswith(("torch==", "triton=="))} <= listed
+
+
+def test_evidence_goes_to_where_a_link_leads(tmp_path: Path) -> None:
+    target, link = tmp_path / "disk" / "e.jsonl", tmp_path / "link.jsonl"
+    target.parent.mkdir()
+    write(target, [record()])
+    link.symlink_to(target)
+    check_evidence_place(link)
+    write(link, [record(mode="verify")])
+    assert link.is_symlink()
+    assert [one.mode for one in read_file(target)] == ["verify"]
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for attempt in (lambda: check_evidence_place(pipe), lambda: write(pipe, [record()])):
+        with pytest.raises(UsageError, match="a device, a pipe or a socket"):
+            attempt()
+    assert pipe.is_fifo()
+
+
+def test_a_file_that_is_no_evidence_is_not_overwritten(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("# notes\n")
+    with pytest.raises(UsageError, match=r"will not overwrite .*notes.md', which is no evidence: .*line 1"):
+        check_evidence_place(notes)
+    empty, old = tmp_path / "empty.jsonl", tmp_path / "old.jsonl"
+    empty.touch()
+    write(old, [record()])
+    check_evidence_place(empty)
+    check_evidence_place(old)
+
+
+def test_a_binary_file_is_no_evidence(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    path.write_bytes(b"\x7fELF\0\0\n\0")
+    with pytest.raises(UsageError, match="is no text: expected JSON lines"):
+        read_file(path)
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(UsageError, match="line 1"):
+        read_file(path)
 
 
 def test_a_truncated_file_is_refused_by_line(tmp_path: Path) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
+import msgspec
 import pytest
 from made_records import CASE, record
 
 from attnmatrix.cases.case import AttentionKind
+from attnmatrix.cases.ids import parse_case
 from attnmatrix.cases.modes import RunnerMode
-from attnmatrix.harness.registry import UsageError
+from attnmatrix.harness.registry import UsageError, find_row
+from attnmatrix.harness.row_suite import row_suite
 from attnmatrix.matrix.record import Record
 from attnmatrix.matrix.render import render_matrix, status_now
 from attnmatrix.matrix.render_readme import render_readme
 from attnmatrix.matrix.run import current_fingerprint
 from attnmatrix.matrix.status import MARKS, ORDER
 
+VERIFY = "target_verify-p16-prefix14.15.16-new4.4.4-h4x2x128-bf16-shuffled-eagle"
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 SCORES = "<!-- kill-score:begin -->\n<!-- kill-score:end -->"
 
@@ -43,9 +49,35 @@ def test_a_row_known_to_records_only_is_shown_as_recorded() -> None:
     assert "| `elsewhere` | ✓ 1" in render_matrix([record(backend="elsewhere", fingerprint="other")])
 
 
+def test_a_cell_says_how_many_of_its_cases_were_not_run() -> None:
+    whole = len(row_suite(find_row("torch", AttentionKind.SOFTMAX), RunnerMode.VERIFY, "cuda", full=False))
+    one = {"case": VERIFY, "mode": "verify", "case_hash": parse_case(VERIFY).content_hash, "device": "NVIDIA H200", "capability": "9.0"}
+    fingerprint = current_fingerprint(AttentionKind.SOFTMAX, "torch", RunnerMode.VERIFY, "cuda")
+    assert fingerprint is not None
+    assert f"| ✓ 1 (+ {whole - 1} not run) · p16 " in render_matrix([record(**one, fingerprint=fingerprint)])
+    blocked = render_matrix([record(**one, fingerprint=fingerprint, status="blocked", reason="no")])
+    assert f"| blocked: no (+ {whole - 1} not run) |" in blocked
+
+
+def test_what_a_cpu_samples_has_nothing_left_out() -> None:
+    assert "not run" not in "".join(line for line in render_matrix([record(backend="flex")]).splitlines() if line.startswith("| `flex`"))
+
+
+def test_a_pair_run_in_other_modes_than_handoff_is_a_row() -> None:
+    pair = record(backend="torch,flex")
+    assert "| `torch,flex` | ✓ 1" in render_matrix([msgspec.structs.replace(pair, fingerprint=_present("torch,flex", RunnerMode.EAGER))])
+    assert "| `torch,flex` |" not in render_matrix([record(backend="torch,flex", mode="handoff")])
+
+
+def _present(name: str, mode: RunnerMode) -> str:
+    found = current_fingerprint(AttentionKind.SOFTMAX, name, mode, "cpu")
+    assert found is not None
+    return found
+
+
 def test_devices_are_kept_apart_in_one_cell() -> None:
     page = render_matrix([record(), record(device="NVIDIA H200", capability="9.0")])
-    assert "H200 · 0.40 · 7/7<br>✓ 1 · p16 d128 bf16 · CPU" in page
+    assert re.search(r"H200 · 0\.40 · 7/7<br>✓ 1 \(\+ \d+ not run\) · p16 d128 bf16 · CPU", page)
 
 
 def test_reasons_name_what_is_not_a_pass() -> None:
@@ -88,7 +120,7 @@ def test_the_readme_changes_between_its_markers_only() -> None:
     assert text.startswith(f"a\n{BEGIN}\n")
     assert f"{END}\nb\n" in text
     assert "old" not in text
-    assert "✓ 1 CPU" in text
+    assert re.search(r"✓ 1 \(\+ \d+ not run\) CPU", text)
 
 
 def test_a_readme_without_markers_is_refused() -> None:
