@@ -32,12 +32,25 @@ class UsageError(ValueError):
     """The user named something that does not exist or cannot be read; the message says what is known."""
 
 
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution as its metadata spells it, None when it is absent."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def torch_distributions() -> tuple[str, ...]:
+    """torch and, where it is installed, Triton: it comes with torch for GPUs, whose compiler raises in the one or the other."""
+    return ("torch", "triton") if installed_version("triton") else ("torch",)
+
+
 @dataclass(frozen=True, eq=False)
 class Row:
     """One row of one kind's table; a package that implements two kinds registers two rows under one name.
 
     ``create`` builds the backend and imports its package. ``distributions`` are the installed distributions it needs
-    (absent: untested) and whose refusals count. ``devices`` are ``cpu`` and/or ``cuda``;
+    (absent: untested) and whose refusals count; by default torch's. ``devices`` are ``cpu`` and/or ``cuda``;
     ``interpreted`` marks Triton kernels that run in the interpreter on a CPU, ``slow_on_cpu`` others that are made to be compiled for a
     GPU; both are sampled there (see ``row_suite``), and so, more sparsely, is a row with ``few_on_cpu``: it runs another row's kernels, or on a CPU
     not those of a GPU. ``dtypes`` None: all; else its cells are those of the cases in these dtypes.
@@ -48,7 +61,7 @@ class Row:
     create: Callable[[Context], AttentionBackend]
     capabilities: Claims = field(default_factory=Capabilities)
     conventions: Conventions = field(default_factory=Conventions)
-    distributions: tuple[str, ...] = ("torch",)
+    distributions: tuple[str, ...] = field(default_factory=torch_distributions)
     devices: tuple[str, ...] = ("cpu", "cuda")
     interpreted: bool = False
     slow_on_cpu: bool = False
@@ -67,14 +80,6 @@ class Row:
     def missing(self) -> tuple[str, ...]:
         """The distributions it needs that are not installed."""
         return tuple(name for name in self.distributions if self.version(name) is None)
-
-
-def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution as its metadata spells it, None when it is absent."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 _ROWS: dict[tuple[str, AttentionKind], Row] = {}

@@ -96,8 +96,12 @@ def render(
     evidence: EvidenceDir = None,
     out: Annotated[Path | None, typer.Option(help="file to write; default: the committed MATRIX.md")] = None,
     check: Annotated[bool, typer.Option("--check", help="write nothing; exit 1 when the file differs")] = False,
+    plugin: Annotated[
+        list[str] | None, typer.Option(help="Python file with more rows, whose records can be stale then; repeatable; needs --out")
+    ] = None,
 ) -> None:
     """Regenerate MATRIX.md from evidence."""
+    from attnmatrix.harness.registry import load_plugin
     from attnmatrix.matrix.evidence_file import COMMITTED, read
     from attnmatrix.matrix.healthy import Healthy
     from attnmatrix.matrix.kept import read_kept
@@ -105,6 +109,10 @@ def render(
     from attnmatrix.matrix.render import MATRIX_FILE, render_matrix
     from attnmatrix.matrix.render_readme import README_FILE, render_readme
 
+    if plugin and out is None:
+        raise UsageError("--plugin needs --out: the committed pages hold the rows of this repository only")
+    for path in plugin or ():
+        load_plugin(path)
     records = read(evidence or COMMITTED)
     scores = load((evidence or COMMITTED) / "kill_score.json")
     alarms_file = (evidence or COMMITTED) / "healthy.json"

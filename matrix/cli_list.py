@@ -16,7 +16,8 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 def _print(rows: list[dict[str, object]], as_json: bool, key: str) -> None:
     from tabulate import tabulate
 
-    typer.echo(json.dumps({key: rows}) if as_json else tabulate(rows, headers="keys"))
+    text = json.dumps({key: rows}) if as_json else tabulate(rows, headers="keys")
+    typer.echo("\n".join(line.rstrip() for line in text.splitlines()))  # the last column is the longest: nothing to pad it for
 
 
 @listing.command("backends")
@@ -28,7 +29,7 @@ def list_backends(as_json: Json = False, plugin: Names = None) -> None:
     for row in Selection(plugins=tuple(plugin or ())).rows():
         packages = ", ".join(f"{name} {row.version(name) or 'not installed'}" for name in row.distributions)
         where = "/".join(row.devices) + (" (interpreted on cpu)" if row.interpreted else "")
-        found.append({"backend": row.name, "kind": row.kind.value, "packages": packages, "devices": where, "what": row.summary})
+        found.append({"backend": row.name, "kind": row.kind.value, "devices": where, "what": row.summary, "packages": packages})
     _print(found, as_json, "backends")
 
 
@@ -61,7 +62,7 @@ def list_cases(as_json: Json = False, mode: Names = None) -> None:
     for kind in AttentionKind:
         for runner in parse_modes(tuple(mode or ())):
             for case in gpu_suite(kind, runner):
-                entry = found.setdefault(case.id, {"case": case.id, "name": case.name, "kind": kind.value, "modes": ""})
+                entry = found.setdefault(case.id, {"name": case.name, "kind": kind.value, "modes": "", "case": case.id})
                 entry["modes"] = f"{entry['modes']} {runner.value}".strip()
     _print(list(found.values()), as_json, "cases")
 

@@ -58,10 +58,14 @@ def device_error(device: str) -> str | None:
         return None
     import torch
 
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
+    for last in (False, True):  # want of memory may be told late, once; what a device does not recover from, at every call
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            if last or "out of memory" not in str(error):
+                return str(error).splitlines()[0]
+        else:
+            return None
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import torch
@@ -16,12 +17,21 @@ from attnmatrix.matrix.record import Record, make_crash_record, make_record
 from attnmatrix.matrix.selection import CellId
 from attnmatrix.matrix.turns import turn_of
 
+FURTHER_TRIES = 2
+_OUT_OF_MEMORY = re.compile("out of memory|CUBLAS_STATUS_ALLOC_FAILED")
+
 
 def run_and_record(cell: CellId, device: str, full: bool = False) -> Record:
-    """Drive the cell on ``cpu`` or ``cuda`` and describe the outcome."""
+    """Drive the cell on ``cpu`` or ``cuda`` and describe the outcome. One that failed for want of a GPU's memory says nothing about its row, since
+    others use that GPU: it is run again while no large case is."""
     torch.set_num_threads(1)
     with turn_of(cell.case, device):
         result = run_cell(cell.row, cell.mode, cell.case, torch.device(device), full=full)
+    for _ in range(FURTHER_TRIES):
+        if device != "cuda" or result.status != "fail" or not _OUT_OF_MEMORY.search(result.reason):
+            break
+        with turn_of(cell.case, device, alone=True):
+            result = run_cell(cell.row, cell.mode, cell.case, torch.device(device), full=full)
     return make_record(result, cell.row.kind, row_versions(cell.row), environment(device), cell_fingerprint(cell.row, cell.mode, device))
 
 

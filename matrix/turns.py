@@ -24,10 +24,11 @@ def is_large(case: Case) -> bool:
 
 
 @contextmanager
-def turn_of(case: Case, device: str) -> Iterator[None]:
-    """Within the block no other worker on this GPU runs a large case; memory cached for it is given back at the end. Small cases and a CPU
-    do not wait. Processes that see other GPUs (``CUDA_VISIBLE_DEVICES``) do not wait for each other."""
-    if device != "cuda" or not is_large(case):
+def turn_of(case: Case, device: str, alone: bool = False) -> Iterator[None]:
+    """Within the block no other worker on this GPU runs a large case; memory cached for it is given back at the end. A CPU does not wait, nor do
+    small cases, unless they are to be ``alone`` with others of their size. Processes that see other GPUs (``CUDA_VISIBLE_DEVICES``) do not
+    wait for each other."""
+    if device != "cuda" or not (alone or is_large(case)):
         yield
         return
     gpus = "".join(char if char.isalnum() else "-" for char in os.environ.get("CUDA_VISIBLE_DEVICES", "all"))

@@ -95,3 +95,29 @@ def test_a_plugin_that_exits_is_a_usage_error(tmp_path: Path) -> None:
     code, told = _plugins(tmp_path, {"leaves.py": "import sys\nsys.exit(3)\n"}, "--backend", "torch")
     assert code == 2
     assert "failed to import: SystemExit: 3" in told
+
+
+def test_records_of_a_plugins_row_are_stale_once_it_was_edited(tmp_path: Path) -> None:
+    code, text, _ = _run(tmp_path, "pass", "--mode", "eager", "--case", "page_size_1")
+    assert code == 0, text
+    plugin, page = tmp_path / "odd.py", tmp_path / "page.md"
+
+    def cell(*arguments: str) -> str:
+        command = [sys.executable, "-m", "attnmatrix.matrix", "render", "--evidence", str(tmp_path / "e.jsonl"), "--out", str(page)]
+        subprocess.run([*command, *arguments], cwd=tmp_path, check=True, capture_output=True)
+        return next(line for line in page.read_text().splitlines() if line.startswith("| `odd`"))
+
+    assert "∅ 1 vacuous" in cell("--plugin", str(plugin))
+    plugin.write_text(plugin.read_text().replace("return out", "return out * 1"))
+    assert "stale 1" in cell("--plugin", str(plugin))
+    assert "∅ 1 vacuous" in cell()
+
+
+def test_the_committed_pages_hold_no_plugins_row(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ROW.format(fault="pass"))
+    command = [sys.executable, "-m", "attnmatrix.matrix", "render", "--plugin", str(tmp_path / "odd.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        "attnmatrix: --plugin needs --out: the committed pages hold the rows of this repository only",
+    )
