@@ -22,6 +22,8 @@ def test_cell(cell: CellId, cell_device: str, request: pytest.FixtureRequest) ->
     except DeviceLost as error:
         record = crash_record(cell, cell_device, lost_reason(error))
         request.session.shouldfail = f"{record.reason}; cells after it were not run (use -n 1 to run each after a crash in a fresh process)"
+    except SystemExit as error:
+        record = crash_record(cell, cell_device, f"the backend asked the process to end: sys.exit({error.code!r})")
     request.node.user_properties.append(RECORD_KEY.pair(record))
     if record.status not in AS_DECLARED:
         from attnmatrix.matrix.explain import failure_message

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROW = """
 import os
 from attnmatrix.cases.case import AttentionKind
@@ -58,6 +60,18 @@ def test_a_process_that_dies_is_a_crash_and_the_next_cell_runs(tmp_path: Path) -
     code, text, records = _run(tmp_path, fault, "--mode", "eager", "-n", "1", "--case", "page_size_1", "--case", "prefix_exact_page")
     assert code == 1, text
     assert {str(r["case_name"]): r["status"] for r in records} == {"page_size_1": "crash", "prefix_exact_page": "pass"}
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+def test_a_backend_that_asks_the_process_to_end_is_a_crash_and_the_next_cell_runs(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    fault = "import sys; sys.exit(0) if batch.num_tokens == 4 else None"
+    code, text, records = _run(tmp_path, fault, "--mode", "eager", *workers, "--case", "page_size_1", "--case", "prefix_exact_page")
+    assert code == 1, text
+    assert {str(r["case_name"]): (r["status"], r["reason"]) for r in records} == {
+        "page_size_1": ("crash", "the backend asked the process to end: sys.exit(0)"),
+        "prefix_exact_page": ("pass", ""),
+    }
+    assert "Traceback" not in text
 
 
 def _plugins(tmp_path: Path, texts: dict[str, str], *arguments: str) -> tuple[int, str]:
