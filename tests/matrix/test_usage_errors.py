@@ -84,7 +84,7 @@ WRONG: dict[str, str] = {
     # files to read
     **{f"{command} {file}": said for command in ("render --out x.md --evidence", "calibrate --out x.md --evidence") for file, said in {
         "absent": "cannot read evidence 'absent'", "folder": "no evidence (*.jsonl) in 'folder'", "empty.jsonl": "holds no record",
-        "garbage.jsonl": "line 1", "cut.jsonl": "truncated: line 2", "other.jsonl": "unknown field `extra`", "kind.jsonl": "unknown kind 'mla9'",
+        "garbage.jsonl": "is no text: expected JSON lines", "cut.jsonl": "truncated: line 2", "other.jsonl": "unknown field `extra`", "kind.jsonl": "unknown kind 'mla9'",
     }.items()},
     "run --backend torch --mode eager --case page_size_1 --device cpu --missing-from absent.jsonl": "cannot read evidence 'absent.jsonl'",
     "compare good.jsonl kind.jsonl": "unknown kind 'mla9'",
