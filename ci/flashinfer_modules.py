@@ -94,12 +94,12 @@ def spec_of(module: Module) -> Any:
     if module.kind == "quantization":
         return gen_quantization_module()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[module.dtype]
+    kv_dtype = torch.float8_e4m3fn if module.kv_dtype else dtype
     if module.kind == "xqa":
-        kv_dtype = torch.float8_e4m3fn if module.kv_dtype else dtype
         return gen_xqa_module(dtype, kv_dtype, module.page, module.dim, module.group, module.window, dtype, module.width)
     types = (
         dtype,
-        torch.float8_e4m3fn if module.kv_dtype else dtype,
+        kv_dtype,
         dtype,
         torch.int32,
         module.dim,

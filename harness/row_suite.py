@@ -11,6 +11,7 @@ from step to step and says nothing about the kernel.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 from attnmatrix.cases.case import AttentionKind, Case, ForwardMode, Heads
@@ -55,6 +56,11 @@ def row_suite(row: Row, mode: RunnerMode, device: str, full: bool) -> tuple[Case
     rest = tuple(case for case in cheap if case not in right and work(case) <= bound // 2)
     kept = {*pairwise_subset(right), *single_subset(rest)}
     return tuple(case for case in cheap if case in kept)
+
+
+def in_dtypes_of(row: Row, cases: Iterable[Case]) -> tuple[Case, ...]:
+    """Those of the cases whose dtype the row is for."""
+    return tuple(case for case in cases if row.dtypes is None or case.dtype in row.dtypes)
 
 
 @lru_cache(maxsize=4096)

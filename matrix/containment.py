@@ -56,16 +56,20 @@ def device_error(device: str) -> str | None:
     """What a device that can no longer be used answers; None when it works. An error that it recovers from was raised before."""
     if device != "cuda":
         return None
+    answer = _answer()
+    if answer is not None and "out of memory" in answer:  # may be told late, and once; what a device does not recover from, at every call
+        answer = _answer()
+    return None if answer is None else answer.partition("\n")[0]
+
+
+def _answer() -> str | None:
+    """The error with which the device answers, if any."""
     import torch
 
-    for last in (False, True):  # want of memory may be told late, once; what a device does not recover from, at every call
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            if last or "out of memory" not in str(error):
-                return str(error).splitlines()[0]
-        else:
-            return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error)
     return None
 
 

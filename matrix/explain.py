@@ -19,7 +19,6 @@ def failure_message(record: Record, plugins: Sequence[str] = ()) -> str:
     """What went wrong in one cell, where, and the command that shows it again; ``plugins``: the row files that were loaded."""
     loaded = "".join(f"--plugin {shlex.quote(plugin)} " for plugin in plugins)
     name = f" ({record.case_name})" if record.case_name else ""
-    device = "cpu" if record.device == "cpu" else "cuda"
     lines = [
         f"{record.status}: row {record.backend!r} ({record.kind}), mode {record.mode}, {record.device}",
         f"case {record.case}{name}",
@@ -31,7 +30,7 @@ def failure_message(record: Record, plugins: Sequence[str] = ()) -> str:
     if record.where:
         lines.append(f"where: {record.where}")
     lines += [
-        f"again:  attnmatrix run {loaded}--backend {record.backend} --mode {record.mode} --case {record.case} --device {device}",
+        f"again:  attnmatrix run {loaded}--backend {record.backend} --mode {record.mode} --case {record.case} --device {record.device_type}",
         f"layout: attnmatrix explain {record.case}",
     ]
     return "\n".join(lines)

@@ -79,6 +79,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         versions = tuple(sorted(self.versions.items()))
         return (self.kind, self.backend, self.mode, self.case_hash, self.device, self.capability, self.graph, versions)
 
+    @property
+    def device_type(self) -> str:
+        """``cpu`` or ``cuda``; ``device`` is a GPU's own name."""
+        return "cpu" if self.device == "cpu" else "cuda"
+
 
 def make_record(result: CellResult, kind: AttentionKind, versions: dict[str, str], environment: Environment, fingerprint: str) -> Record:
     """The record of a finished cell."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
@@ -15,7 +15,7 @@ from attnmatrix.cases.modes import RunnerMode
 from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.properties import PROPERTIES
 from attnmatrix.harness.registry import UsageError, find_row, rows
-from attnmatrix.harness.row_suite import is_sampled, row_suite
+from attnmatrix.harness.row_suite import in_dtypes_of, is_sampled, row_suite
 from attnmatrix.matrix.healthy import Healthy
 from attnmatrix.matrix.kill_score import KillScore, side_by_side
 from attnmatrix.matrix.record import Record
@@ -97,8 +97,7 @@ def row_names(records: Sequence[Record], kind: AttentionKind) -> list[str]:
 
 def status_now(record: Record) -> str:
     """The record's status, ``stale`` for a verdict of other code; a row that is not registered here cannot be checked."""
-    device = "cpu" if record.device == "cpu" else "cuda"
-    current = current_fingerprint(AttentionKind(record.kind), record.backend, RunnerMode(record.mode), device)
+    current = current_fingerprint(AttentionKind(record.kind), record.backend, RunnerMode(record.mode), record.device_type)
     return record.status if current in (None, record.fingerprint) else "stale"
 
 
@@ -141,13 +140,13 @@ def cells_of(records: Sequence[Record], statuses: Sequence[str]) -> dict[tuple[s
     groups: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, record in enumerate(records):
         groups[record.kind, record.backend, record.mode][record.device].append(index)
+
+    def cell(indices: Sequence[int]) -> Cell:
+        own = [records[i] for i in indices]
+        return summarise(own, [statuses[i] for i in indices], _not_run(own))
+
     return {
-        key: [
-            replace(
-                summarise([records[i] for i in indices], [statuses[i] for i in indices]), not_run=_not_run([records[i] for i in indices])
-            )
-            for device, indices in sorted(devices.items(), key=lambda item: (item[0] == "cpu", item[0]))
-        ]
+        key: [cell(indices) for _, indices in sorted(devices.items(), key=lambda item: (item[0] == "cpu", item[0]))]
         for key, devices in groups.items()
     }
 
@@ -155,16 +154,15 @@ def cells_of(records: Sequence[Record], statuses: Sequence[str]) -> dict[tuple[s
 def _not_run(records: Sequence[Record]) -> int:
     """How many cases the records of one cell on one device leave out. 0 for a row that is not registered here, and where a CPU samples: which
     cases it takes there depends on what is installed."""
-    kind, mode = AttentionKind(records[0].kind), RunnerMode(records[0].mode)
-    device = "cpu" if records[0].device == "cpu" else "cuda"
+    first = records[0]
     try:
-        row = find_row(records[0].backend, kind)
+        row = find_row(first.backend, AttentionKind(first.kind))
     except UsageError:
         return 0
-    if is_sampled(row, device, full=False):
+    if is_sampled(row, first.device_type, full=False):
         return 0
-    wanted = {case.content_hash for case in row_suite(row, mode, device, full=False) if row.dtypes is None or case.dtype in row.dtypes}
-    return len(wanted - {record.case_hash for record in records})
+    wanted = in_dtypes_of(row, row_suite(row, RunnerMode(first.mode), first.device_type, full=False))
+    return len({case.content_hash for case in wanted} - {record.case_hash for record in records})
 
 
 def _margins(records: Sequence[Record], statuses: Sequence[str]) -> list[tuple[str, str, str, float, str, str]]:

@@ -25,13 +25,11 @@ def run_and_record(cell: CellId, device: str, full: bool = False) -> Record:
     """Drive the cell on ``cpu`` or ``cuda`` and describe the outcome. One that failed for want of a GPU's memory says nothing about its row, since
     others use that GPU: it is run again while no large case is."""
     torch.set_num_threads(1)
-    with turn_of(cell.case, device):
-        result = run_cell(cell.row, cell.mode, cell.case, torch.device(device), full=full)
-    for _ in range(FURTHER_TRIES):
+    for tried in range(1 + FURTHER_TRIES):
+        with turn_of(cell.case, device, alone=tried > 0):
+            result = run_cell(cell.row, cell.mode, cell.case, torch.device(device), full=full)
         if device != "cuda" or result.status != "fail" or not _OUT_OF_MEMORY.search(result.reason):
             break
-        with turn_of(cell.case, device, alone=True):
-            result = run_cell(cell.row, cell.mode, cell.case, torch.device(device), full=full)
     return make_record(result, cell.row.kind, row_versions(cell.row), environment(device), cell_fingerprint(cell.row, cell.mode, device))
 
 

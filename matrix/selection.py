@@ -16,7 +16,7 @@ from attnmatrix.harness.adapted_modes import ADAPTED_MODES
 from attnmatrix.harness.choose import Place, chosen_rows
 from attnmatrix.harness.registry import Row, UsageError, find_rows, load_plugin, rows
 from attnmatrix.harness.row_check import claim_problem
-from attnmatrix.harness.row_suite import row_suite
+from attnmatrix.harness.row_suite import in_dtypes_of, row_suite
 
 BACKENDS = Path(backends.__file__).parent
 MOST_NAMES = 8  # in a message
@@ -114,7 +114,7 @@ class Selection:
             chosen = tuple(case for case in cases if case.kind is row.kind and drives(mode, case))
         else:
             chosen = row_suite(row, mode, self.device, self.full)
-        return tuple(case for case in chosen if row.dtypes is None or case.dtype in row.dtypes)
+        return in_dtypes_of(row, chosen)
 
 
 def parse_modes(names: Sequence[str]) -> tuple[RunnerMode, ...]:

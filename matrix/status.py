@@ -40,7 +40,7 @@ class Cell:
     margin: float | None
     controls: tuple[int, int]
     reason: str
-    not_run: int = 0
+    not_run: int
     """Cases of the cell on that device of which there is no record."""
 
     @property
@@ -51,7 +51,7 @@ class Cell:
     def text(self) -> str:
         """The cell as shown: ``✓ 84 · p1-64 d64/128 bf16/fp16 · H200 · 0.41``, ``✗ 2 known / 80``, ``blocked: reason``."""
         if self.status in REFUSED:
-            return f"{self.status}: {self.reason}" + (f" (+ {self.not_run} not run)" if self.not_run else "")
+            return f"{self.status}: {self.reason}{self._aside()}"
         parts = [self._counts(), self.axes, short_device(self.device)]
         if self.graph != "none":
             parts[-1] += f" {self.graph}"
@@ -66,7 +66,7 @@ class Cell:
     def short(self) -> str:
         """The cell in a narrow table: ``✓ 84 H200``, ``✗ 2 known / 80 CPU tape``, ``blocked``."""
         if self.status in REFUSED:
-            return self.status + (f" (+ {self.not_run} not run)" if self.not_run else "")
+            return self.status + self._aside()
         return f"{self._counts()} {short_device(self.device)}" + (f" {self.graph}" if self.graph != "none" else "")
 
     def _counts(self) -> str:
@@ -79,13 +79,17 @@ class Cell:
             worst = [s for s in ORDER[: ORDER.index("stale")] if s in self.counts]
             named = " ".join(f"{self.counts[s]} {s}" for s in worst)
             shown = f"{MARKS[self.status]} {named} / {self.judged}"
-        aside = [f"{self.counts[s]} {s}" for s in ("stale", *REFUSED) if s in self.counts and s != self.status]
+        return shown + self._aside("stale", *REFUSED)
+
+    def _aside(self, *statuses: str) -> str:
+        """What a cell has beside its status, of these ``statuses`` and of cases that were not run: `` (+ 4 blocked, 3 not run)``."""
+        aside = [f"{self.counts[s]} {s}" for s in statuses if s in self.counts and s != self.status]
         aside += [f"{self.not_run} not run"] if self.not_run else []
-        return f"{shown} (+ {', '.join(aside)})" if aside else shown
+        return f" (+ {', '.join(aside)})" if aside else ""
 
 
-def summarise(records: Sequence[Record], statuses: Sequence[str]) -> Cell:
-    """The cell of records that share row, mode and device; ``statuses`` are theirs, staleness applied."""
+def summarise(records: Sequence[Record], statuses: Sequence[str], not_run: int = 0) -> Cell:
+    """The cell of records that share row, mode and device; ``statuses`` are theirs, staleness applied. ``not_run``: see :class:`Cell`."""
     counts = Counter(statuses)
     status = next(s for s in ORDER if s in counts)
     untried = _untried_controls(records, statuses) if status == "pass" else []
@@ -116,6 +120,7 @@ def summarise(records: Sequence[Record], statuses: Sequence[str]) -> Cell:
         else reasons.most_common(1)[0][0]
         if reasons
         else "",
+        not_run=not_run,
     )
 
 
